@@ -1,0 +1,1 @@
+"""Measuring programs behind `elastic-reshard bench`, and the real processes they run in."""

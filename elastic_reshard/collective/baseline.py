@@ -1,0 +1,456 @@
+"""Gather-and-broadcast, as frameworks refit today: the yardstick of the benchmark, and an oracle in tests.
+
+The trainers' shards are gathered to full tensors (on every trainer, or on one root), the root broadcasts them to every
+inference member, and each cuts out its own part. Tuned where that does not change what it is: buckets hold full
+tensors shard by shard, so gathers land in place and destinations cut straight out of the broadcast; the all-gather is
+one gloo broadcast per shard (2.5 times faster than gloo's own, which goes through temporary memory, and right for
+uneven shards), the gather is an alltoallv to the root (3 times faster than gloo's gather, for the same reason); one
+bucket is gathered while another is broadcast; buffers are kept between calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from elastic_reshard.collective.baseline_plan import (
+    MIB,
+    VARIANTS,
+    BaselineOptions,
+    Bucket,
+    Copy,
+    Piece,
+    copies,
+    plan,
+    traffic,
+)
+from elastic_reshard.errors import (
+    LayoutError,
+    LayoutMismatch,
+    PeerLost,
+    PlanMismatch,
+    TransferError,
+    TransferTimeout,
+    Violation,
+)
+from elastic_reshard.layout import ModelLayout, match
+
+__all__ = [
+    "VARIANTS",
+    "Baseline",
+    "BaselineGroups",
+    "BaselineOptions",
+    "BaselineReport",
+    "gather_and_broadcast",
+]
+
+# Point-to-point broadcasts go out in messages of this size, so that all receivers are kept busy together.
+_MESSAGE = 4 * MIB
+# Copies move elements of one size as integers: gloo and torch's copy kernels need not know fp8 or bf16.
+_UNIT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+@dataclass
+class BaselineGroups:
+    """The gloo process groups of a baseline; smaller ones are formed when a layout first needs them.
+
+    Everything here is named by world ranks. Form with `BaselineGroups.form`.
+    """
+
+    rank: int
+    size: int
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    timeout: float
+    store: Store
+    interface: str | None
+    _formed: dict[tuple[int, ...], ProcessGroupGloo] = field(default_factory=dict)
+
+    @classmethod
+    def form(
+        cls,
+        store: Store,
+        rank: int,
+        size: int,
+        sources: Sequence[int],
+        destinations: Sequence[int],
+        timeout: float,
+        interface: str | None = None,
+    ) -> BaselineGroups:
+        """Form the group of all `size` ranks; every rank must call it, with a store in which it was not called before.
+
+        No default group is needed. `timeout` (seconds) bounds this call and each later `run`. `interface`: network
+        interface to bind ("lo" for the loopback); None leaves the choice to gloo. Raises LayoutError for ranks that
+        do not exist, TransferTimeout when not everyone came, with nobody named: gloo does not tell.
+        """
+        named = {*sources, *destinations, rank}
+        if not sources or not destinations or not named <= set(range(size)):
+            raise LayoutError(
+                f"baseline: rank {rank}, sources {list(sources)} and destinations {list(destinations)} must be ranks "
+                f"of the {size} in the store, and neither side may be empty"
+            )
+        groups = cls(
+            rank, size, tuple(sorted(sources)), tuple(sorted(destinations)), timeout, store, interface
+        )
+        groups.over(tuple(range(size)))
+        return groups
+
+    @property
+    def world(self) -> ProcessGroupGloo:
+        """The group of all ranks."""
+        return self._formed[tuple(range(self.size))]
+
+    def over(self, ranks: tuple[int, ...]) -> ProcessGroupGloo:
+        """The group of these ranks, in this order; formed at the first call, by all of them in the same sequence."""
+        if ranks not in self._formed:
+            name = "elastic_reshard/baseline/" + ".".join(map(str, ranks))
+            where = PrefixStore(name, self.store)
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = timedelta(seconds=self.timeout)
+            options._devices = [
+                ProcessGroupGloo.create_device(interface=self.interface)
+                if self.interface is not None
+                else ProcessGroupGloo.create_default_device()
+            ]
+            try:
+                group = ProcessGroupGloo(where, ranks.index(self.rank), len(ranks), options)
+            except RuntimeError as error:
+                raise TransferTimeout(
+                    f"rank {self.rank}: no gloo group over ranks {ranks} within {self.timeout:g} s ({error}). "
+                    "Check that all of them run and reach each other, then form the groups anew in a fresh store."
+                ) from error
+            self._formed[ranks] = group
+        return self._formed[ranks]
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineReport:
+    """What one rank saw of one refit. Bytes are those on the wire, forwarding in gloo's trees included."""
+
+    seconds: float
+    bytes_sent: int
+    bytes_received: int
+    buffer_bytes: int
+    buckets: int
+    cold: bool
+    options: BaselineOptions
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A bucket on its way: works to wait for, then what to do with the buffer. `held` keeps sent memory alive."""
+
+    bucket: Bucket
+    buffer: Tensor
+    works: list[dist.Work]
+    held: list[Tensor]
+
+
+class Baseline:
+    """A refit planned once, with buffers that stay: the first `run` is cold (it touches them first), later ones warm.
+
+    Every rank of `groups` must construct it and call `run` the same number of times. Constructing compares the plans
+    of all ranks and forms the groups that are missing; it blocks up to the groups' timeout for each.
+
+    Raises LayoutMismatch for layouts that do not fit (dtypes must be equal: nothing is cast), LayoutError for ranks
+    that the groups do not list, PlanMismatch when ranks hold different layouts or options. A source rank may also
+    be a destination.
+    """
+
+    def __init__(
+        self,
+        source_layout: ModelLayout,
+        destination_layout: ModelLayout,
+        groups: BaselineGroups,
+        options: BaselineOptions | None = None,
+    ) -> None:
+        match(source_layout, destination_layout)
+        self.options = options if options is not None else BaselineOptions()
+        self.groups = groups
+        self.layouts = {"source": source_layout, "destination": destination_layout}
+        self._ranks = {side: _ranks(layout) for side, layout in self.layouts.items()}
+        for side, listed in (("source", groups.sources), ("destination", groups.destinations)):
+            unknown = self._ranks[side] - set(listed)
+            if unknown:
+                raise LayoutError(
+                    f"baseline: {side} layout names ranks {sorted(unknown)}, not in the groups' {listed}"
+                )
+        self._targets = tuple(sorted(self._ranks["destination"]))
+        self._agree()
+        everything = plan(source_layout, self.options.pack)
+        me = groups.rank
+        self._mine = [b for b in everything if me in b.home or me in self._targets]
+        self._copies: dict[int, list[Copy]] = {
+            b.index: copies(b, destination_layout, me) if me in self._targets else [] for b in self._mine
+        }
+        self._sent, self._received = traffic(self._mine, self._targets, self.options, me)
+        self._buffers: list[Tensor] = []
+        self._runs, self._broken = 0, False
+        if self.options.wire == "collectives":
+            wanted = {ranks for b in everything for ranks in (b.home, self._spread(b)) if len(ranks) > 1}
+            for ranks in sorted(wanted):
+                if me in ranks:
+                    groups.over(ranks)
+
+    def run(
+        self, source: Mapping[str, Tensor] | None, destination: Mapping[str, Tensor] | None
+    ) -> BaselineReport:
+        """Move every tensor, in place into `destination`. Collective; blocks up to the groups' timeout.
+
+        source, destination: this rank's local CPU tensors by name, of `layout.local_shape(rank)` and the layout's dtype,
+        any strides; None for a side that this rank is no part of. Other ranks wait for a rank that raises LayoutMismatch
+        here until their timeout. Raises PeerLost or TransferTimeout when the transfer breaks; destinations are not to
+        be used then, and this object and its groups neither.
+        """
+        if self._broken:
+            raise TransferError("this Baseline broke in an earlier run; form its groups and itself anew")
+        begin = time.monotonic()
+        deadline = begin + self.groups.timeout
+        have, want = self._checked("source", source), self._checked("destination", destination)
+        cold = not self._buffers
+        if cold:
+            self._buffers = self._allocate()
+        self._broken = True  # until this run is through
+        flights: list[_Flight | None] = [None] * self.options.depth
+        for i, bucket in enumerate(self._mine):
+            slot = i % self.options.depth
+            self._finish(flights[slot], want, deadline)
+            flights[slot] = self._start(bucket, self._buffers[slot], have, deadline)
+        for i in range(len(self._mine), len(self._mine) + self.options.depth):
+            self._finish(flights[i % self.options.depth], want, deadline)
+        self._broken = False
+        return BaselineReport(
+            time.monotonic() - begin,
+            self._sent,
+            self._received,
+            sum(b.numel() for b in self._buffers),
+            len(self._mine),
+            cold,
+            self.options,
+        )
+
+    def _agree(self) -> None:
+        """Refuse, before anything moves, layouts or options that differ: unequal message sizes end a gloo process."""
+        ids = [layout.content_id for layout in self.layouts.values()]
+        digest = xxhash.xxh3_128(repr((ids, self.options, self._targets)).encode()).digest()
+        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        everyone = [torch.empty_like(own) for _ in range(self.groups.size)]
+        deadline = time.monotonic() + self.groups.timeout
+        self._wait([self.groups.world.allgather([everyone], [own])], deadline, range(self.groups.size))
+        other = [rank for rank, theirs in enumerate(everyone) if not torch.equal(own, theirs)]
+        if other:
+            raise PlanMismatch(
+                f"rank {self.groups.rank}: ranks {other} hold other layouts or baseline options than this one; "
+                "nothing was moved. Give every rank the same."
+            )
+
+    def _checked(self, side: str, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """This rank's tensors as integers of their element size. LayoutMismatch with everything that is wrong."""
+        rank, found, faults = self.groups.rank, {}, []
+        for name, layout in self.layouts[side].items():
+            shape = layout.local_shape(rank)
+            if shape is None:
+                continue
+            given = tensors.get(name) if tensors is not None else None
+            dtype: torch.dtype = getattr(torch, layout.dtype)
+            if given is None:
+                faults.append(Violation(name, "missing", f"rank {rank} gave no {side} tensor"))
+            elif tuple(given.shape) != shape or given.dtype != dtype or given.device.type != "cpu":
+                was = f"{given.dtype}{list(given.shape)} on {given.device}"
+                faults.append(
+                    Violation(
+                        name, "tensor", f"rank {rank}'s {side} is {was}, not {dtype}{list(shape)} on cpu"
+                    )
+                )
+            else:
+                found[name] = given.detach().view(_UNIT[dtype.itemsize])
+        if faults:
+            raise LayoutMismatch(faults)
+        return found
+
+    def _allocate(self) -> list[Tensor]:
+        """One buffer per bucket in flight, as large as the largest that comes by."""
+        rank, depth = self.groups.rank, self.options.depth
+        need = [0] * depth
+        for i, b in enumerate(self._mine):
+            full = self.options.gather == "all" or rank == b.root or rank in self._targets
+            nbytes = b.nbytes if full else b.shares[b.home.index(rank)].nbytes
+            need[i % depth] = max(need[i % depth], nbytes)
+        return [torch.empty(n, dtype=torch.uint8) for n in need]
+
+    def _spread(self, bucket: Bucket) -> tuple[int, ...]:
+        """The ranks of a bucket's broadcast, the root first."""
+        return (bucket.root, *(d for d in self._targets if d != bucket.root))
+
+    def _start(self, bucket: Bucket, buffer: Tensor, have: Mapping[str, Tensor], deadline: float) -> _Flight:
+        """Post what this rank does for a bucket."""
+        rank = self.groups.rank
+        spread = self._spread(bucket)
+        flight = _Flight(bucket, buffer, [], [])
+        if rank in bucket.home:
+            self._gather(flight, have)
+            if rank in spread:
+                # The broadcast reads, or writes again, what the gather puts there.
+                self._wait(flight.works, deadline, bucket.home)
+                flight.works = []
+        if rank in spread and len(spread) > 1:
+            whole = buffer[: bucket.nbytes]
+            if self.options.wire == "p2p":
+                self._spread_p2p(flight, whole, spread)
+            else:
+                flight.works.append(_broadcast(self.groups.over(spread), whole, 0))
+        return flight
+
+    def _finish(self, flight: _Flight | None, want: Mapping[str, Tensor], deadline: float) -> None:
+        """Wait for a bucket and take this rank's part out of it."""
+        if flight is None:
+            return
+        bucket = flight.bucket
+        self._wait(flight.works, deadline, {*bucket.home, *self._targets} - {self.groups.rank})
+        for copy in self._copies[bucket.index]:
+            local = want[copy.piece.tensor]
+            _copy(local[copy.into], _piece(flight.buffer, copy.piece, 0, local.dtype)[copy.taken])
+
+    def _gather(self, flight: _Flight, have: Mapping[str, Tensor]) -> None:
+        """Bring the shares of a home together, on every rank of it or on the root."""
+        bucket, buffer = flight.bucket, flight.buffer
+        me = bucket.home.index(self.groups.rank)
+        share = bucket.shares[me]
+        everyone = self.options.gather == "all"
+        full = everyone or me == 0 or self.groups.rank in self._targets
+        base = 0 if full else share.start
+        mine = buffer[share.start - base : share.stop - base]
+        direct = None if everyone or me == 0 else _contiguous(share.pieces, share.nbytes, have)
+        if direct is not None:
+            mine = direct
+            flight.held.append(direct)
+        else:
+            for piece in share.pieces:
+                local = have[piece.tensor]
+                box = tuple(slice(o, o + n) for o, n in zip(piece.local, piece.box.shape, strict=True))
+                _copy(_piece(buffer, piece, base, local.dtype), local[box])
+        if len(bucket.home) == 1:
+            return
+        if self.options.wire == "p2p":
+            self._gather_p2p(flight, me, mine)
+        elif everyone:
+            group = self.groups.over(bucket.home)
+            for i, s in enumerate(bucket.shares):
+                if s.nbytes:
+                    flight.works.append(_broadcast(group, buffer[s.start : s.stop], i))
+        else:
+            flight.works.append(self._alltoallv(bucket, buffer, me, mine))
+
+    def _alltoallv(self, bucket: Bucket, buffer: Tensor, me: int, mine: Tensor) -> dist.Work:
+        """A gather that lands in place: everyone sends to the root alone. The root's own share is there already."""
+        others = len(bucket.home) - 1
+        nothing = buffer[:0]
+        if me == 0:
+            into, given = buffer[bucket.shares[0].stop : bucket.nbytes], nothing
+            sizes, counts = [0, *(s.nbytes for s in bucket.shares[1:])], [0] * (others + 1)
+        else:
+            into, given = nothing, mine
+            sizes, counts = [0] * (others + 1), [mine.numel()] + [0] * others
+        group = self.groups.over(bucket.home)
+        return group.alltoall_base(into, given, sizes, counts, dist.AllToAllOptions())
+
+    def _gather_p2p(self, flight: _Flight, me: int, mine: Tensor) -> None:
+        bucket, world = flight.bucket, self.groups.world
+        tag = 2 * bucket.index
+        if me == 0 or self.options.gather == "all":
+            for s in bucket.shares:
+                if s.nbytes and s.holder != self.groups.rank:
+                    flight.works.append(world.recv([flight.buffer[s.start : s.stop]], s.holder, tag))
+        to = bucket.home[:1] if self.options.gather == "root" else bucket.home[me + 1 :] + bucket.home[:me]
+        flight.works += [
+            world.send([mine], rank, tag) for rank in to if mine.numel() and rank != self.groups.rank
+        ]
+
+    def _spread_p2p(self, flight: _Flight, whole: Tensor, spread: tuple[int, ...]) -> None:
+        """From the root to each destination. Messages with one tag arrive in the order in which they were sent."""
+        world, tag = self.groups.world, 2 * flight.bucket.index + 1
+        for message in whole.split(_MESSAGE):
+            if self.groups.rank == spread[0]:
+                flight.works += [world.send([message], rank, tag) for rank in spread[1:]]
+            else:
+                flight.works.append(world.recv([message], spread[0], tag))
+
+    def _wait(self, works: Sequence[dist.Work], deadline: float, peers: Any) -> None:
+        """Wait for all works. The text of gloo's error names no culprit, so the message names all whom this rank needs."""
+        for work in works:
+            try:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except RuntimeError as error:
+                needed = sorted(set(peers) - {self.groups.rank})
+                said = (
+                    f"rank {self.groups.rank}: gather-and-broadcast broke while it needed ranks {needed} ({error}). "
+                    "Do not use the destination tensors; see which of them ended, then form the groups anew."
+                )
+                kind = TransferTimeout if time.monotonic() >= deadline else PeerLost
+                raise kind(said, needed) from error
+
+
+def gather_and_broadcast(
+    source: Mapping[str, Tensor] | None,
+    destination: Mapping[str, Tensor] | None,
+    source_layout: ModelLayout,
+    destination_layout: ModelLayout,
+    groups: BaselineGroups,
+    *,
+    options: BaselineOptions | None = None,
+) -> BaselineReport:
+    """One refit with a fresh `Baseline`: plan, compare, move. Collective; see `Baseline` and `Baseline.run`."""
+    return Baseline(source_layout, destination_layout, groups, options).run(source, destination)
+
+
+def _ranks(layout: ModelLayout) -> set[int]:
+    return {int(r) for tensor in layout.values() for r in tensor.table.members}
+
+
+def _broadcast(group: ProcessGroupGloo, tensor: Tensor, root: int) -> dist.Work:
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return group.broadcast([tensor], options)
+
+
+def _piece(buffer: Tensor, piece: Piece, base: int, dtype: torch.dtype) -> Tensor:
+    """A piece as it lies in a buffer whose first byte is byte `base` of the bucket."""
+    at = piece.at - base
+    return buffer[at : at + piece.nbytes].view(dtype).view(piece.box.shape)
+
+
+def _contiguous(pieces: Sequence[Piece], nbytes: int, have: Mapping[str, Tensor]) -> Tensor | None:
+    """The bytes of a share that is one contiguous part of a local tensor: sent from where they are. Else None."""
+    if len(pieces) != 1 or pieces[0].nbytes != nbytes:
+        return None
+    piece = pieces[0]
+    box = tuple(slice(o, o + n) for o, n in zip(piece.local, piece.box.shape, strict=True))
+    part = have[piece.tensor][box]
+    return part.view(-1).view(torch.uint8) if part.is_contiguous() else None
+
+
+def _copy(into: Tensor, taken: Tensor) -> None:
+    """Strided copy of equal shapes, 8 bytes at a time where rows allow it."""
+    if into.dim() and _wide(into) and _wide(taken):
+        into, taken = into.view(torch.int64), taken.view(torch.int64)
+    into.copy_(taken)
+
+
+def _wide(t: Tensor) -> bool:
+    size = t.element_size()
+    return (
+        size < 8
+        and t.stride(-1) == 1
+        and t.shape[-1] * size % 8 == 0
+        and t.storage_offset() * size % 8 == 0
+        and all(s * size % 8 == 0 for s in t.stride()[:-1])
+    )

@@ -1,0 +1,153 @@
+"""Networks: how bytes go between domains. One small interface, so that NCCL and M2N can join gloo behind it.
+
+A network moves whole buffers between members in order per pair. It knows nothing of plans, tensors or arenas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from elastic_reshard.errors import PeerLost, TransferTimeout
+
+__all__ = ["Evidence", "GlooNetwork", "Network", "Pending"]
+
+# Says which of the members are known to have ended; waits a moment for evidence to come up.
+Evidence = Callable[[], tuple[int, ...]]
+
+# torch takes tags as signed 32-bit integers; the sequence widens to Python's and is folded into this range.
+_TAGS = 1 << 30
+
+
+class Pending(Protocol):
+    """A send or receive under way. Its buffer must not be touched until `wait` has returned."""
+
+    def wait(self, deadline: float) -> None:
+        """Block until done, at most until `deadline` (time.monotonic). Raises PeerLost or TransferTimeout."""
+
+
+class Network(Protocol):
+    """Sends and receives of flat, contiguous uint8 CPU tensors. One thread uses it at a time."""
+
+    def send(self, peer: int, buffer: torch.Tensor) -> Pending:
+        """Start a send; returns at once. The n-th send to a peer meets the peer's n-th receive from here."""
+
+    def receive(self, peer: int, buffer: torch.Tensor) -> Pending:
+        """Start a receive of exactly the buffer's size; returns at once."""
+
+    def close(self) -> None:
+        """Close all connections, so that no peer waits for this member. Idempotent; does not block."""
+
+
+class _GlooPending:
+    """Holds the Work: dropping it would cancel the transfer without a word (measured)."""
+
+    __slots__ = ("_evidence", "_peer", "_what", "_work")
+
+    def __init__(self, work: dist.Work, peer: int, what: str, evidence: Evidence) -> None:
+        self._work, self._peer, self._what, self._evidence = work, peer, what, evidence
+
+    def wait(self, deadline: float) -> None:
+        remaining = deadline - time.monotonic()
+        try:
+            # A wait that times out closes every pair of the group: the transfer is over anyway then.
+            self._work.wait(timedelta(seconds=max(remaining, 0.001)))
+        except RuntimeError as error:
+            raise self._failure(deadline, error) from error
+
+    def _failure(self, deadline: float, error: RuntimeError) -> PeerLost | TransferTimeout:
+        late = time.monotonic() >= deadline
+        ended = self._evidence()
+        if ended:
+            names = ", ".join(map(str, ended))
+            return PeerLost(
+                f"member {names} ended during a transfer (seen while this member was {self._what} member {self._peer}). "
+                "Destination tensors may be half written; form a new group without it and refit again",
+                ended,
+            )
+        if late:
+            return TransferTimeout(
+                f"the deadline passed while {self._what} member {self._peer}, which has neither ended nor moved its "
+                "bytes; see whether it is frozen, or give a longer deadline",
+                (self._peer,),
+            )
+        return PeerLost(
+            f"the connection to member {self._peer} closed while {self._what} it; no process that can be seen from here "
+            f"has ended, so the cause may be another member that gave up ({str(error).splitlines()[0][:160]})",
+            (self._peer,),
+        )
+
+
+class GlooNetwork:
+    """gloo, over a process group built directly: no default group is needed, and one process can hold several.
+
+    Forming it is collective over all members and connects every pair, so no first use can hang on a member that is
+    gone; blocks until `timeout` seconds have passed. `interface`: a network device by name ("lo"), None for the one that
+    gloo chooses (GLOO_SOCKET_IFNAME, else the host name's).
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        interface: str | None,
+        evidence: Evidence,
+        first_sequence: int = 0,
+    ) -> None:
+        self._evidence = evidence
+        self._sent: dict[int, int] = dict.fromkeys(range(size), first_sequence)
+        self._received: dict[int, int] = dict.fromkeys(range(size), first_sequence)
+        self._rank, self._size = rank, size
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=timeout)
+        if interface is not None:
+            options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+        else:
+            options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        try:
+            self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, size, options)
+        except RuntimeError as error:
+            raise TransferTimeout(
+                f"member {rank} could not connect to all of {size} members within {timeout:.1f} s: "
+                f"{str(error).splitlines()[0][:200]}",
+                evidence() or tuple(m for m in range(size) if m != rank),
+            ) from error
+
+    def send(self, peer: int, buffer: torch.Tensor) -> Pending:
+        tag = self._sent[peer] % _TAGS
+        self._sent[peer] += 1
+        return self._start(lambda g: g.send([buffer], peer, tag), peer, "sending to")
+
+    def receive(self, peer: int, buffer: torch.Tensor) -> Pending:
+        tag = self._received[peer] % _TAGS
+        self._received[peer] += 1
+        return self._start(lambda g: g.recv([buffer], peer, tag), peer, "receiving from")
+
+    def _start(self, begin: Callable[[dist.ProcessGroupGloo], dist.Work], peer: int, what: str) -> Pending:
+        if self._group is None:
+            raise PeerLost(f"the network of member {self._rank} is closed; form a new one", (peer,))
+        try:
+            return _GlooPending(begin(self._group), peer, what, self._evidence)
+        except RuntimeError as error:
+            raise PeerLost(
+                f"the connection to member {peer} is closed ({str(error).splitlines()[0][:160]}); form a new group",
+                self._evidence() or (peer,),
+            ) from error
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is None or self._size == 1:
+            return
+        # Neither abort() nor shutdown() frees a blocked operation; a wait that times out closes every pair (measured).
+        peer = (self._rank + 1) % self._size
+        try:
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAGS + 1).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return  # what is meant to happen: all pairs are closed now

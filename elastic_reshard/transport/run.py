@@ -1,0 +1,138 @@
+"""Running a program: the rounds of a plan over a network and a domain's memory. Nothing else moves bytes.
+
+Two rounds are under way at a time: while the network carries one, the domain exchanges the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from elastic_reshard.errors import TransferTimeout
+from elastic_reshard.transport.endpoint import Endpoint
+from elastic_reshard.transport.network import Pending
+from elastic_reshard.transport.program import Program, Pull, Round
+
+__all__ = ["Tally", "run"]
+
+# Tags on the domain channel. Rounds need none of their own: messages of one tag stay in order.
+_STAGED, _LANDED, _READ, _FINISHED = 1, 2, 3, 4
+
+
+@dataclass
+class Tally:
+    """What one run moved through this member, in bytes, and how long it took, in seconds."""
+
+    sent: int = 0
+    received: int = 0
+    pulled: int = 0
+    copied: int = 0
+    staged: int = 0
+    seconds: float = 0.0
+
+
+def run(program: Program, endpoint: Endpoint, deadline: float) -> Tally:
+    """Carry out all rounds. Collective over the members of the plan; blocks until this member's part is done and
+    nobody reads its memory any more, at most until `deadline` (time.monotonic).
+
+    Raises PeerLost or TransferTimeout, which name members; then the endpoint is closed, so that nobody waits for this
+    member, and destination tensors may be half written.
+    """
+    try:
+        return _Run(program, endpoint, deadline).run()
+    except BaseException:
+        endpoint.close()
+        raise
+
+
+class _Run:
+    def __init__(self, program: Program, endpoint: Endpoint, deadline: float) -> None:
+        self.program, self.endpoint, self.deadline = program, endpoint, deadline
+        self.sends: list[list[Pending]] = [[] for _ in program.rounds]
+        self.receives: list[list[Pending]] = [[] for _ in program.rounds]
+        self.tally = Tally()
+
+    def run(self) -> Tally:
+        begun = time.monotonic()
+        rounds = self.program.rounds
+        for number in range(len(rounds) + 1):
+            if time.monotonic() >= self.deadline:
+                raise self._late(number)
+            if number < len(rounds):
+                self._begin(number, rounds[number])
+            if number:
+                self._finish(number - 1, rounds[number - 1])
+        for pending in self.sends:
+            self._wait(pending)
+        for r in rounds[-2:]:  # the others' words were heard before their half was used again
+            for reader in sorted(r.readers):
+                self._hear(reader, _READ)
+        for owner in sorted(self.program.owners):
+            self._tell(owner, _FINISHED)
+        for reader in sorted(self.program.readers):
+            self._hear(reader, _FINISHED)
+        self.tally.seconds = time.monotonic() - begun
+        return self.tally
+
+    def _begin(self, number: int, r: Round) -> None:
+        """Everything of a round that waits for nobody, once its half of the staging is free."""
+        if number >= 2:
+            self._wait(self.sends[number - 2])
+            for reader in sorted(self.program.rounds[number - 2].readers):
+                self._hear(reader, _READ)
+        for message in r.receives:
+            self.receives[number].append(self.endpoint.network.receive(message.peer, message.buffer))
+            self.tally.received += message.buffer.numel()
+        if r.stage_readers:
+            r.stage.run()
+            self.tally.staged += r.stage.nbytes
+            for reader in sorted(r.stage_readers):
+                self._tell(reader, _STAGED)
+        for message in r.sends:
+            if message.copies is not None:
+                message.copies.run()
+                self.tally.staged += message.copies.nbytes
+            self.sends[number].append(self.endpoint.network.send(message.peer, message.buffer))
+            self.tally.sent += message.buffer.numel()
+        r.own.run()
+        self.tally.copied += r.own.nbytes
+
+    def _finish(self, number: int, r: Round) -> None:
+        """Pull from sources of the domain, take what the network brought, exchange it inside the domain."""
+        for pull in r.pulls:
+            self._pull(pull, _STAGED)
+        for pending, message in zip(self.receives[number], r.receives, strict=True):
+            pending.wait(self.deadline)
+            if message.copies is not None:
+                message.copies.run()
+                self.tally.staged += message.copies.nbytes
+        self.receives[number].clear()
+        for reader in sorted(r.landed_readers):
+            self._tell(reader, _LANDED)
+        for pull in r.landed:
+            self._pull(pull, _LANDED)
+        for owner in sorted(r.owners):
+            self._tell(owner, _READ)
+
+    def _pull(self, pull: Pull, tag: int) -> None:
+        if pull.staged:
+            self._hear(pull.owner, tag)
+        pull.copies.run()
+        self.tally.pulled += pull.copies.nbytes
+
+    def _wait(self, pending: list[Pending]) -> None:
+        for one in pending:
+            one.wait(self.deadline)
+        pending.clear()
+
+    def _tell(self, peer: int, tag: int) -> None:
+        self.endpoint.channel.send(peer, tag, deadline=self.deadline)
+
+    def _hear(self, peer: int, tag: int) -> None:
+        self.endpoint.channel.take(peer, tag, deadline=self.deadline, strict=False)
+
+    def _late(self, number: int) -> TransferTimeout:
+        return TransferTimeout(
+            f"the deadline passed before round {number} of {len(self.program.rounds)} at member {self.endpoint.rank}; "
+            "nobody in particular is late: give a longer deadline"
+        )

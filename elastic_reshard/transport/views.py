@@ -1,0 +1,139 @@
+"""The table of buffers that a program moves between: a member's own tensors, and what its domain peers declare.
+
+Offsets, shapes and strides of peers' memory are taken from what they declare, never worked out on this side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from elastic_reshard.arena import HostArena, MappedArena, locate, tensor_over
+from elastic_reshard.errors import ArenaError
+from elastic_reshard.layout.dtypes import itemsize
+
+__all__ = ["Key", "PeerViews", "Staged", "Views"]
+
+# ("s", source party, name) or ("d", target, name)
+Key = tuple[str, int, str]
+# (kind, tensor, region, ordinal, first, last) of a leg whose bytes lie in staging
+Staged = tuple[int, int, int, int, int, int]
+_MAX_FDS = 200  # SCM_RIGHTS takes 253
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+@dataclass(frozen=True)
+class Views:
+    """This member's local tensors, plain CPU tensors of any strides. source: by (party, source tensor's name);
+    destination: by (target, name). They are written and read in place."""
+
+    source: Mapping[tuple[int, str], torch.Tensor]
+    destination: Mapping[tuple[int, str], torch.Tensor]
+    _in_arena: dict[Key, bool] = field(default_factory=dict, compare=False)
+
+    def tensor(self, key: Key) -> torch.Tensor:
+        """ArenaError, naming the tensor, if this member was not given it."""
+        side, number, name = key
+        table = self.source if side == "s" else self.destination
+        try:
+            return table[number, name]
+        except KeyError:
+            raise ArenaError(f"the plan moves {name} ({'source' if side == 's' else 'destination'}), but no such tensor "
+                             "was given; pass all local tensors of the layout") from None  # fmt: skip
+
+    def in_arena(self, key: Key) -> bool:
+        """Whether peers can map the tensor."""
+        if key not in self._in_arena:
+            self._in_arena[key] = locate(self.tensor(key)) is not None
+        return self._in_arena[key]
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Changes when any tensor's memory, shape or strides do."""
+        return tuple(
+            (side, key, t.data_ptr(), t.shape, t.stride(), t.dtype)
+            for side, table in (("s", self.source), ("d", self.destination))
+            for key, t in table.items()
+        )
+
+    def declaration(self, staging: HostArena | None, staged: Mapping[Staged, int]) -> tuple[bytes, list[int]]:
+        """What peers need to read this member's memory: (payload, descriptors of its arenas, opened read-only; the
+        caller closes them)."""
+        arenas: dict[str, int] = {}
+        fds: list[int] = []
+        buffers: list[list[Any]] = []
+
+        def number(arena_id: str, fd: int) -> int:
+            if arena_id not in arenas and len(arenas) < _MAX_FDS:
+                arenas[arena_id] = len(fds)
+                fds.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+            return arenas.get(arena_id, -1)
+
+        for side, table in (("s", self.source), ("d", self.destination)):
+            for (n, name), tensor in table.items():
+                at = locate(tensor)
+                arena = number(at.arena_id, at.fd) if at is not None else -1
+                if at is not None and arena < 0:
+                    self._in_arena[side, n, name] = False  # more arenas than descriptors that can be passed
+                strides = [step * tensor.element_size() for step in tensor.stride()]
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                offset = at.offset_bytes if at is not None else 0
+                buffers.append([side, n, name, arena, offset, list(tensor.shape), strides, dtype])
+        extra = number(staging.arena_id, staging.fd) if staging is not None else -1
+        table_ = [[*key, offset] for key, offset in staged.items()]
+        return json.dumps({"buffers": buffers, "staging": extra, "staged": table_}).encode(), fds
+
+
+class PeerViews:
+    """A domain peer's memory, as it declared it, mapped read-only."""
+
+    def __init__(self, member: int, payload: bytes, fds: list[int]) -> None:
+        said = json.loads(payload)
+        self.member = member
+        self._arenas = [MappedArena(fd) for fd in fds]
+        self._buffers = {(b[0], b[1], b[2]): b[3:] for b in said["buffers"]}
+        self._staging: int = said["staging"]
+        self._staged = {tuple(row[:6]): row[6] for row in said["staged"]}
+        self._arrays: dict[Key, npt.NDArray[Any] | None] = {}
+
+    def array(self, key: Key) -> npt.NDArray[Any] | None:
+        """The peer's tensor as integers of its item size; None if it is not in an arena, so that it is staged."""
+        if key not in self._arrays:
+            if key not in self._buffers:
+                raise ArenaError(f"member {self.member} declared no {key[2]}, but the plan pulls it from there")
+            arena, offset, shape, strides, dtype = self._buffers[key]
+            self._arrays[key] = (
+                self._arenas[arena].view(offset, shape, strides, itemsize(dtype)) if arena >= 0 else None
+            )
+        return self._arrays[key]
+
+    def dtype(self, key: Key) -> torch.dtype:
+        """Element type of the peer's tensor."""
+        return _dtype(self._buffers[key][4])
+
+    def tensor(self, key: Key) -> torch.Tensor:
+        """The peer's tensor, to be read only."""
+        array = self.array(key)
+        if array is None:
+            raise ArenaError(f"{key[2]} of member {self.member} is not in an arena")
+        return tensor_over(array, self.dtype(key))
+
+    def staged(self, key: Staged, count: int, item: int) -> npt.NDArray[Any]:
+        """`count` elements of `item` bytes that the peer stages for this leg."""
+        if key not in self._staged:
+            raise ArenaError(f"member {self.member} stages no leg {key}, but the plan pulls it from there")
+        return self._arenas[self._staging].view(self._staged[key], (count,), (item,), item)
+
+    def close(self) -> None:
+        """Unmap, once no array of it is used any more."""
+        for arena in self._arenas:
+            arena.close()

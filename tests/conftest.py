@@ -1,0 +1,37 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+import pytest
+
+from tests.leaks import left_behind, traces
+
+# How long processes may take to be gone and sockets to be closed after a test.
+PATIENCE = 3.0
+
+
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        item.stash[_failed] = True
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves processes, descriptors or shared memory fails; tests/leaks.py has what is kept."""
+    before = traces()
+    yield
+    if request.node.stash.get(_failed, False):
+        return  # its traceback holds what its frames held
+    found = left_behind(before, PATIENCE)
+    if found:
+        pytest.fail("left behind: " + "; ".join(found), pytrace=False)
