@@ -54,8 +54,7 @@ def left_behind(before: Traces, patience: float) -> list[str]:
 def _difference(before: Traces) -> list[str]:
     now = traces()
     found = [
-        f"process {pid}: {now.processes[pid, start]}"
-        for pid, start in now.processes.keys() - before.processes.keys()
+        f"process {pid}: {now.processes[pid, start]}" for pid, start in now.processes.keys() - before.processes.keys()
     ]
     for target, count in (now.descriptors - before.descriptors).items():
         found.append(f"{count} descriptor(s): {target}{_listening(target)}")

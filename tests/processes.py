@@ -23,7 +23,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
 
 
-class RankFailed(AssertionError):  # noqa: N818 - a word for what happened, as in errors.py
+class RankFailed(AssertionError):
     """A rank raised, ended without an answer, or was late. The message has its traceback or stacks."""
 
 
@@ -114,9 +114,7 @@ def _collect(
     return results
 
 
-def _rank_main(
-    pipe: Connection, me: Rank, group: bool, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _rank_main(pipe: Connection, me: Rank, group: bool, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with Path(me.rendezvous).with_name(f"{me.rank}.stacks").open("w") as stacks:
         # Shortly before the deadline, so that the report of a hang shows where it hangs.

@@ -69,9 +69,7 @@ def test_sees_segments_but_not_those_that_other_programs_hold() -> None:
     path = Path("/dev/shm") / f"er-leak-test-{os.getpid()}"
     path.write_bytes(b"x")
     # The middle process ends, so the one that holds the file is no descendant of this one any more.
-    script = (
-        f"import subprocess; print(subprocess.Popen({SLEEPER!r}, stdin=open({str(path)!r}), stdout=-3).pid)"
-    )
+    script = f"import subprocess; print(subprocess.Popen({SLEEPER!r}, stdin=open({str(path)!r}), stdout=-3).pid)"
     try:
         assert left_behind(before, 0.0) == [f"shared memory: {path}"]
         middle = subprocess.run(

@@ -208,9 +208,7 @@ class MappedArena:
             raise ArenaError("this mapped arena is closed; map its descriptor again")
         return self._bytes
 
-    def view(
-        self, offset: int, shape: Sequence[int], strides_bytes: Sequence[int], itemsize: int
-    ) -> NDArray[Any]:
+    def view(self, offset: int, shape: Sequence[int], strides_bytes: Sequence[int], itemsize: int) -> NDArray[Any]:
         """A read-only array over the arena, no copy, its first element `offset` bytes from the start.
 
         Elements are unsigned integers of `itemsize` 1, 2, 4 or 8 bytes, complex128 for 16. Raises

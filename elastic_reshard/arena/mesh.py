@@ -135,9 +135,7 @@ class _Meeting(Closing):
         except (BlockingIOError, ConnectionError):
             return
         except OSError as error:
-            raise ArenaError(
-                f"member {self.rank} cannot accept a peer: {error}; look at ulimit -n"
-            ) from error
+            raise ArenaError(f"member {self.rank} cannot accept a peer: {error}; look at ulimit -n") from error
         sock.setblocking(False)
         if _same_user(sock):
             self._await_hello(sock, None)
@@ -182,9 +180,7 @@ class _Meeting(Closing):
             if known and sender == peer and _same_user(sock):
                 return peer
             sock.close()
-            raise PeerRefused(
-                peer, "its hello does not carry this domain's secret; use the same one everywhere"
-            )
+            raise PeerRefused(peer, "its hello does not carry this domain's secret; use the same one everywhere")
         if not known or sender not in self.addresses or sender <= self.rank or sender in self.joined:
             return None
         try:

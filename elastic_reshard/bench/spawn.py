@@ -15,14 +15,14 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from elastic_reshard.errors import PeerLost, ReshardError, TransferTimeout
 
 __all__ = ["Worker", "run"]
 
 PRELOAD = ("torch", "torch.distributed.tensor")
-# After a first failure the others get this long to show who ended without a word: that one is the culprit.
+# Seconds. After a first failure the others get this long to show who ended without a word: that one is the culprit.
 _GRACE = 0.3
 
 
@@ -64,9 +64,7 @@ def run(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     # Port 0: the kernel chooses, and the real port is passed on; nothing can take it in between.
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-    )
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
     processes: list[ForkServerProcess] = []
     pipes: dict[Connection, int] = {}
     try:
@@ -83,9 +81,13 @@ def run(
             theirs.close()
             processes.append(process)
         outcome = _collect(dict(pipes), deadline, on_event)
+        for rank in outcome.lost:  # its pipe closes a moment before its end is known
+            processes[rank].join(_GRACE)
         exits = _end(processes, 0.0 if outcome.failed or outcome.lost else deadline - time.monotonic())
     finally:
         _end(processes, 0.0)
+        for process in processes:
+            process.close()
         for pipe in pipes:
             pipe.close()
     _raise_first(outcome, exits, size, timeout)
@@ -145,9 +147,7 @@ def _raise_first(outcome: _Outcome, exits: Sequence[int | None], size: int, time
     if outcome.failed:
         rank, text = next(iter(outcome.failed.items()))
         more = f" ({len(outcome.failed) - 1} more failed after it)" if len(outcome.failed) > 1 else ""
-        raise ReshardError(
-            f"rank {rank} of {size} failed{more}; all processes were ended. Its traceback:\n{text}"
-        )
+        raise ReshardError(f"rank {rank} of {size} failed{more}; all processes were ended. Its traceback:\n{text}")
     late = [rank for rank in range(size) if rank not in outcome.results]
     if late:
         raise TransferTimeout(
@@ -178,7 +178,7 @@ def _main(
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout))
         result = fn(Worker(rank, size, store, lambda event: tell("event", event)), *args)
         tell("result", result)
-    except BaseException:  # whatever it was, the parent is told in full, and this process ends
+    except BaseException:  # noqa: BLE001 - whatever it was, the parent is told in full
         tell("failed", traceback.format_exc())
     pipe.close()
 

@@ -1,27 +1,32 @@
 """Gather-and-broadcast, as frameworks refit today: the yardstick of the benchmark, and an oracle in tests.
 
-The trainers' shards are gathered to full tensors (on every trainer, or on one root), the root broadcasts them to every
-inference member, and each cuts out its own part. Tuned where that does not change what it is: buckets hold full
-tensors shard by shard, so gathers land in place and destinations cut straight out of the broadcast; the all-gather is
-one gloo broadcast per shard (2.5 times faster than gloo's own, which goes through temporary memory, and right for
-uneven shards), the gather is an alltoallv to the root (3 times faster than gloo's gather, for the same reason); one
-bucket is gathered while another is broadcast; buffers are kept between calls.
+The trainers' shards are gathered to full tensors (on every trainer, or on one root), the root broadcasts them to
+every inference member, and each cuts out its own part. Tuned where that does not change what it is:
+- a bucket holds full tensors shard by shard, so a gather lands in place and destinations cut straight out of it;
+- the all-gather is one gloo broadcast per shard: measured 2.5 times as fast as gloo's own, which goes through
+  temporary memory, and right for uneven shards; the gather is an alltoallv to the root, 3 times as fast as gloo's;
+- one bucket is gathered while another is broadcast, and buffers are kept between calls.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
+from elastic_reshard.collective.baseline_groups import (
+    BaselineGroups,
+    alltoallv,
+    broadcast,
+    receive,
+    send,
+)
 from elastic_reshard.collective.baseline_plan import (
     MIB,
     VARIANTS,
@@ -57,79 +62,6 @@ __all__ = [
 _MESSAGE = 4 * MIB
 # Copies move elements of one size as integers: gloo and torch's copy kernels need not know fp8 or bf16.
 _UNIT = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-@dataclass
-class BaselineGroups:
-    """The gloo process groups of a baseline; smaller ones are formed when a layout first needs them.
-
-    Everything here is named by world ranks. Form with `BaselineGroups.form`.
-    """
-
-    rank: int
-    size: int
-    sources: tuple[int, ...]
-    destinations: tuple[int, ...]
-    timeout: float
-    store: Store
-    interface: str | None
-    _formed: dict[tuple[int, ...], ProcessGroupGloo] = field(default_factory=dict)
-
-    @classmethod
-    def form(
-        cls,
-        store: Store,
-        rank: int,
-        size: int,
-        sources: Sequence[int],
-        destinations: Sequence[int],
-        timeout: float,
-        interface: str | None = None,
-    ) -> BaselineGroups:
-        """Form the group of all `size` ranks; every rank must call it, with a store in which it was not called before.
-
-        No default group is needed. `timeout` (seconds) bounds this call and each later `run`. `interface`: network
-        interface to bind ("lo" for the loopback); None leaves the choice to gloo. Raises LayoutError for ranks that
-        do not exist, TransferTimeout when not everyone came, with nobody named: gloo does not tell.
-        """
-        named = {*sources, *destinations, rank}
-        if not sources or not destinations or not named <= set(range(size)):
-            raise LayoutError(
-                f"baseline: rank {rank}, sources {list(sources)} and destinations {list(destinations)} must be ranks "
-                f"of the {size} in the store, and neither side may be empty"
-            )
-        groups = cls(
-            rank, size, tuple(sorted(sources)), tuple(sorted(destinations)), timeout, store, interface
-        )
-        groups.over(tuple(range(size)))
-        return groups
-
-    @property
-    def world(self) -> ProcessGroupGloo:
-        """The group of all ranks."""
-        return self._formed[tuple(range(self.size))]
-
-    def over(self, ranks: tuple[int, ...]) -> ProcessGroupGloo:
-        """The group of these ranks, in this order; formed at the first call, by all of them in the same sequence."""
-        if ranks not in self._formed:
-            name = "elastic_reshard/baseline/" + ".".join(map(str, ranks))
-            where = PrefixStore(name, self.store)
-            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timedelta(seconds=self.timeout)
-            options._devices = [
-                ProcessGroupGloo.create_device(interface=self.interface)
-                if self.interface is not None
-                else ProcessGroupGloo.create_default_device()
-            ]
-            try:
-                group = ProcessGroupGloo(where, ranks.index(self.rank), len(ranks), options)
-            except RuntimeError as error:
-                raise TransferTimeout(
-                    f"rank {self.rank}: no gloo group over ranks {ranks} within {self.timeout:g} s ({error}). "
-                    "Check that all of them run and reach each other, then form the groups anew in a fresh store."
-                ) from error
-            self._formed[ranks] = group
-        return self._formed[ranks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +113,7 @@ class Baseline:
         for side, listed in (("source", groups.sources), ("destination", groups.destinations)):
             unknown = self._ranks[side] - set(listed)
             if unknown:
-                raise LayoutError(
-                    f"baseline: {side} layout names ranks {sorted(unknown)}, not in the groups' {listed}"
-                )
+                raise LayoutError(f"baseline: {side} layout names ranks {sorted(unknown)}, not in the groups' {listed}")
         self._targets = tuple(sorted(self._ranks["destination"]))
         self._agree()
         everything = plan(source_layout, self.options.pack)
@@ -201,9 +131,7 @@ class Baseline:
                 if me in ranks:
                     groups.over(ranks)
 
-    def run(
-        self, source: Mapping[str, Tensor] | None, destination: Mapping[str, Tensor] | None
-    ) -> BaselineReport:
+    def run(self, source: Mapping[str, Tensor] | None, destination: Mapping[str, Tensor] | None) -> BaselineReport:
         """Move every tensor, in place into `destination`. Collective; blocks up to the groups' timeout.
 
         source, destination: this rank's local CPU tensors by name, of `layout.local_shape(rank)` and the layout's dtype,
@@ -267,9 +195,7 @@ class Baseline:
             elif tuple(given.shape) != shape or given.dtype != dtype or given.device.type != "cpu":
                 was = f"{given.dtype}{list(given.shape)} on {given.device}"
                 faults.append(
-                    Violation(
-                        name, "tensor", f"rank {rank}'s {side} is {was}, not {dtype}{list(shape)} on cpu"
-                    )
+                    Violation(name, "tensor", f"rank {rank}'s {side} is {was}, not {dtype}{list(shape)} on cpu")
                 )
             else:
                 found[name] = given.detach().view(_UNIT[dtype.itemsize])
@@ -307,7 +233,7 @@ class Baseline:
             if self.options.wire == "p2p":
                 self._spread_p2p(flight, whole, spread)
             else:
-                flight.works.append(_broadcast(self.groups.over(spread), whole, 0))
+                flight.works.append(broadcast(self.groups.over(spread), whole, 0))
         return flight
 
     def _finish(self, flight: _Flight | None, want: Mapping[str, Tensor], deadline: float) -> None:
@@ -346,7 +272,7 @@ class Baseline:
             group = self.groups.over(bucket.home)
             for i, s in enumerate(bucket.shares):
                 if s.nbytes:
-                    flight.works.append(_broadcast(group, buffer[s.start : s.stop], i))
+                    flight.works.append(broadcast(group, buffer[s.start : s.stop], i))
         else:
             flight.works.append(self._alltoallv(bucket, buffer, me, mine))
 
@@ -361,7 +287,7 @@ class Baseline:
             into, given = nothing, mine
             sizes, counts = [0] * (others + 1), [mine.numel()] + [0] * others
         group = self.groups.over(bucket.home)
-        return group.alltoall_base(into, given, sizes, counts, dist.AllToAllOptions())
+        return alltoallv(group, into, given, sizes, counts)
 
     def _gather_p2p(self, flight: _Flight, me: int, mine: Tensor) -> None:
         bucket, world = flight.bucket, self.groups.world
@@ -369,22 +295,20 @@ class Baseline:
         if me == 0 or self.options.gather == "all":
             for s in bucket.shares:
                 if s.nbytes and s.holder != self.groups.rank:
-                    flight.works.append(world.recv([flight.buffer[s.start : s.stop]], s.holder, tag))
+                    flight.works.append(receive(world, flight.buffer[s.start : s.stop], s.holder, tag))
         to = bucket.home[:1] if self.options.gather == "root" else bucket.home[me + 1 :] + bucket.home[:me]
-        flight.works += [
-            world.send([mine], rank, tag) for rank in to if mine.numel() and rank != self.groups.rank
-        ]
+        flight.works += [send(world, mine, rank, tag) for rank in to if mine.numel() and rank != self.groups.rank]
 
     def _spread_p2p(self, flight: _Flight, whole: Tensor, spread: tuple[int, ...]) -> None:
         """From the root to each destination. Messages with one tag arrive in the order in which they were sent."""
         world, tag = self.groups.world, 2 * flight.bucket.index + 1
-        for message in whole.split(_MESSAGE):
+        for message in torch.split(whole, _MESSAGE):
             if self.groups.rank == spread[0]:
-                flight.works += [world.send([message], rank, tag) for rank in spread[1:]]
+                flight.works += [send(world, message, rank, tag) for rank in spread[1:]]
             else:
-                flight.works.append(world.recv([message], spread[0], tag))
+                flight.works.append(receive(world, message, spread[0], tag))
 
-    def _wait(self, works: Sequence[dist.Work], deadline: float, peers: Any) -> None:
+    def _wait(self, works: Sequence[dist.Work], deadline: float, peers: Iterable[int]) -> None:
         """Wait for all works. The text of gloo's error names no culprit, so the message names all whom this rank needs."""
         for work in works:
             try:
@@ -414,12 +338,6 @@ def gather_and_broadcast(
 
 def _ranks(layout: ModelLayout) -> set[int]:
     return {int(r) for tensor in layout.values() for r in tensor.table.members}
-
-
-def _broadcast(group: ProcessGroupGloo, tensor: Tensor, root: int) -> dist.Work:
-    options = dist.BroadcastOptions()
-    options.rootRank = root
-    return group.broadcast([tensor], options)
 
 
 def _piece(buffer: Tensor, piece: Piece, base: int, dtype: torch.dtype) -> Tensor:

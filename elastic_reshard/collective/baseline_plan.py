@@ -30,8 +30,8 @@ __all__ = [
 ]
 
 MIB = 1 << 20
-# Pieces begin at multiples of this, so that each can be viewed as its own dtype and copied 8 bytes at a time.
-ALIGN = 8
+# Pieces begin at multiples of the largest element, so that each can be viewed as its own dtype.
+ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one home rank brings to a bucket: bytes start..stop (a multiple of 8), perhaps none."""
+    """What one home rank brings to a bucket: bytes start..stop (a multiple of 16), perhaps none."""
 
     holder: int
     start: int

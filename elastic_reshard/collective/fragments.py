@@ -14,11 +14,11 @@ import torch
 import xxhash
 
 from elastic_reshard.errors import ArenaError, LayoutMismatch, Violation
-from elastic_reshard.layout import Mesh, ModelLayout, Replicate, TensorLayout
+from elastic_reshard.layout import DeclaredBox, Mesh, ModelLayout, Replicate, TensorLayout
 from elastic_reshard.layout.codec import layout_from_data, layout_to_data
 from elastic_reshard.layout.dtensor import dtype_name, layout_of, local_of
 
-__all__ = ["Fragment", "describe", "joined", "local_tensors"]
+__all__ = ["Fragment", "describe", "fingerprint", "joined", "local_tensors"]
 
 
 class Fragment:
@@ -163,13 +163,55 @@ def _agreed(
             faults.append(Violation(name, "layout", f"{side} ranks {ranks[0]} and {unlike} hold unlike tensors"))
             return None
         return TensorLayout(first[0], first[1], Mesh.of(ranks, ("member",)), (Replicate(),))
-    unlike = [r for r in ranks if not isinstance(x := by_rank[r], TensorLayout) or x.content_id != first.content_id]
-    silent = sorted(set(first.mesh.ranks) - set(ranks))
-    if unlike:
+    layouts = {r: x for r in ranks if isinstance(x := by_rank[r], TensorLayout)}
+    meshes = {x.mesh.ranks: x for x in layouts.values()}
+    members = [r for mesh in meshes for r in mesh]
+    unlike = [r for r in ranks if r not in layouts or layouts[r].content_id != meshes[layouts[r].mesh.ranks].content_id]
+    unlike += [r for r, x in layouts.items() if (x.shape, x.dtype) != (first.shape, first.dtype)]
+    silent = sorted(set(members) - set(ranks))
+    if unlike or len(set(members)) < len(members):
+        unlike = sorted(set(unlike)) or [r for r in layouts if layouts[r].mesh.ranks != first.mesh.ranks]
         faults.append(Violation(name, "layout", f"{side} ranks {ranks[0]} and {unlike} lay it out differently"))
     if silent:
         faults.append(Violation(name, "missing", f"ranks {silent} are in its {side} mesh, but did not give it"))
-    return None if unlike or silent else first
+    if unlike or silent:
+        return None
+    return first if len(meshes) == 1 else _side_by_side(list(meshes.values()))
+
+
+def _side_by_side(layouts: Sequence[TensorLayout]) -> TensorLayout:
+    """One layout of several disjoint meshes that each hold the whole tensor: FSDP2 beside TP leaves parameters that TP does
+    not touch on one submesh for each TP rank."""
+    boxes = [
+        DeclaredBox(rank, box, at) for layout in layouts for rank in layout.mesh.ranks for box, at in layout.boxes(rank)
+    ]
+    ranks = sorted(rank for layout in layouts for rank in layout.mesh.ranks)
+    mesh = Mesh(tuple(ranks), (len(ranks),), ("member",))
+    return TensorLayout(layouts[0].shape, layouts[0].dtype, mesh, (), tuple(boxes))
+
+
+def fingerprint(tensors: Mapping[str, torch.Tensor] | None) -> tuple[object, ...]:
+    """Changes when any tensor's layout, memory, shape, strides or dtype do. Cheap: computed at every call."""
+    found: list[object] = []
+    for name, tensor in (tensors or {}).items():
+        spec = getattr(tensor, "_spec", None)
+        if spec is None:
+            found.append((name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
+        else:
+            local = local_of(tensor)
+            found.append(
+                (
+                    name,
+                    spec.mesh,
+                    spec.placements,
+                    tensor.shape,
+                    local.data_ptr(),
+                    local.shape,
+                    local.stride(),
+                    local.dtype,
+                )
+            )
+    return tuple(found)
 
 
 def local_tensors(tensors: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:

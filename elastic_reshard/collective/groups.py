@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from elastic_reshard.errors import TransferError
 from elastic_reshard.plan import Topology
@@ -28,7 +29,7 @@ class Member:
     renumber: Mapping[int, int] | None
 
 
-_formed: dict[tuple[object, ...], tuple[dist.Store, Endpoint]] = {}
+_formed: dict[tuple[object, ...], tuple[Store, Endpoint]] = {}
 
 
 def resolve(
@@ -61,7 +62,7 @@ def resolve(
             known[1].close()
         name = _common_name(pg, ranks)
         endpoint = Endpoint.form(
-            dist.PrefixStore(f"elastic_reshard/{name}", store),
+            PrefixStore(f"elastic_reshard/{name}", store),
             ranks.index(dist.get_rank()),
             len(ranks),
             domains=domains,

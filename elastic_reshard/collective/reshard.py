@@ -21,7 +21,7 @@ import torch.distributed as dist
 import xxhash
 
 from elastic_reshard.collective.agree import Header, all_told, bodies
-from elastic_reshard.collective.fragments import Fragment, describe, joined, local_tensors
+from elastic_reshard.collective.fragments import Fragment, describe, fingerprint, joined, local_tensors
 from elastic_reshard.collective.groups import Member, resolve
 from elastic_reshard.collective.verify import Verification
 from elastic_reshard.errors import (
@@ -134,7 +134,7 @@ def reshard(
     correspondences: for fused, renamed or transposed parameters; must be equal on all members. None: equal names.
     wire_dtype: the floating-point dtype to cast to at the source, for all or by destination name; None: no cast.
     topology: domain of each member; None: members of one host are one domain. Only read when a group is formed.
-    verify: "sampled" compares digests of up to 64 KiB of every 16th leg, others each time, "full" of all, "none" of nothing.
+    verify: "sampled" compares digests of up to 64 KiB of every 64th leg, others each time, "full" of all, "none" of nothing.
     staging: most bytes of staging memory of this member; message: most bytes of one message (gloo was seen to hang on a
         peer's death in messages over 1 MiB). Both must be equal on all members.
     deadline: seconds for the whole call. async_op: return a Handle at once.
@@ -179,15 +179,24 @@ class _Asked:
         return xxhash.xxh3_128(said.encode()).digest()
 
 
+@dataclass(frozen=True)
+class _Described:
+    """What a member says of its tensors, as long as `state` does not change."""
+
+    state: tuple[object, ...]
+    source: Fragment
+    destination: Fragment
+    views: Views
+
+
 @dataclass
 class _Bound:
     """A program, and what it was bound to."""
 
     plan: str
-    fingerprint: tuple[object, ...]
+    views: Views
     program: Program
     slice: Slice
-    views: Views
     peers: dict[int, PeerViews]
     verifications: dict[str, Verification] = field(default_factory=dict)
 
@@ -242,8 +251,8 @@ class _Call:
             busy.release()
 
     def _run(self, begun: float) -> Report:
-        plan, headers, views, fingerprint = self._enter()
-        bound, fresh = self._bind(plan, headers, views, fingerprint)
+        plan, headers, views = self._enter()
+        bound, fresh = self._bind(plan, headers, views)
         tally = run(bound.program, self.endpoint, self.deadline)
         verified = self._verify(bound)
         report = Report(
@@ -254,27 +263,24 @@ class _Call:
                   pulled=tally.pulled, seconds=report.seconds)  # fmt: skip
         return report
 
-    def _enter(self) -> tuple[Plan, list[Header], Views, tuple[object, ...]]:
+    def _enter(self) -> tuple[Plan, list[Header], Views]:
         """Say what this member has, hear the others, and hold the plan that all hold."""
         number = self.memo.get("calls", 0)
         assert isinstance(number, int)
         self.memo["calls"] = number + 1
         try:
-            source, destination, views = self._described()
+            described = self._described()
         except ReshardError as error:
             self._refuse(number, error)
             raise
+        source, destination, views = described.source, described.destination, described.views
         options = self.asked.digest(self.endpoint.topology)
         guess = self.memo.get((source.content_id, destination.content_id, options), bytes(16))
         assert isinstance(guess, bytes)
         plan = _kept(guess)
-        fingerprint = views.fingerprint()
         bound = self.memo.get("bound")
-        rebind = not (
-            plan is not None and isinstance(bound, _Bound) and bound.plan == plan.digest
-            and bound.fingerprint == fingerprint
-        )  # fmt: skip
-        mine = Header(number, source.content_id, destination.content_id, options, rebind=rebind)
+        kept = plan is not None and isinstance(bound, _Bound) and bound.plan == plan.digest and bound.views is views
+        mine = Header(number, source.content_id, destination.content_id, options, rebind=not kept)
         if plan is not None:
             mine = replace(mine, key=guess, plan=bytes.fromhex(plan.digest))
         headers = all_told(self.endpoint, mine, self.deadline)
@@ -292,7 +298,7 @@ class _Call:
             headers = [Header(h.call, rebind=True) for h in headers]
         elif any(h.plan != mine.plan for h in headers):
             raise PlanMismatch("members hold different plans for the same call; install the same version everywhere")
-        return plan, headers, views, fingerprint
+        return plan, headers, views
 
     def _refuse(self, number: int, error: ReshardError) -> None:
         """Tell the others why this member cannot take part: then nobody waits, and the group stays usable."""
@@ -300,8 +306,17 @@ class _Call:
             all_told(self.endpoint, Header(number, refused=str(error)), self.deadline)
         self.refused = True
 
-    def _described(self) -> tuple[Fragment, Fragment, Views]:
+    def _described(self) -> _Described:
+        """What this member says of its tensors; kept from the call before if it is still true."""
         asked, rank = self.asked, self.endpoint.rank
+        given = tuple(
+            layout.content_id if layout is not None else None
+            for layout in (asked.source_layout, asked.destination_layout)
+        )
+        state = (given, fingerprint(asked.source), fingerprint(asked.destination))
+        known = self.memo.get("described")
+        if isinstance(known, _Described) and known.state == state:
+            return known
         source = describe(asked.source, asked.source_layout, rank, self.renumber)
         destination = describe(asked.destination, asked.destination_layout, rank, self.renumber)
         views = Views(
@@ -309,7 +324,9 @@ class _Call:
             {(0, name): t for name, t in local_tensors(asked.destination).items()},
         )
         _refuse_shared(views)
-        return source, destination, views
+        found = _Described(state, source, destination, views)
+        self.memo["described"] = found
+        return found
 
     def _body(self, source: Fragment, destination: Fragment) -> bytes:
         return json.dumps({"s": source.to_data(), "d": destination.to_data()}).encode()
@@ -342,9 +359,7 @@ class _Call:
         _keep(key, plan)
         return plan
 
-    def _bind(
-        self, plan: Plan, headers: Sequence[Header], views: Views, fingerprint: tuple[object, ...]
-    ) -> tuple[_Bound, bool]:
+    def _bind(self, plan: Plan, headers: Sequence[Header], views: Views) -> tuple[_Bound, bool]:
         """The program over these tensors: kept, or made together with all members of the domain."""
         near = (self.endpoint.rank, *self.endpoint.domain_peers)
         bound = self.memo.get("bound")
@@ -367,14 +382,14 @@ class _Call:
         payload, fds = views.declaration(arena, staged.offsets)
         peers: dict[int, PeerViews] = {}
         try:
-            for peer in self.endpoint.domain_peers:
-                self.endpoint.channel.send(peer, _DECLARED, payload, fds, deadline=self.deadline)
-            for peer in self.endpoint.domain_peers:
-                told = self.endpoint.channel.take(peer, _DECLARED, deadline=self.deadline)
-                peers[peer] = PeerViews(peer, told.payload, list(told.fds))
+            for member in self.endpoint.domain_peers:
+                self.endpoint.channel.send(member, _DECLARED, payload, fds, deadline=self.deadline)
+            for member in self.endpoint.domain_peers:
+                told = self.endpoint.channel.take(member, _DECLARED, deadline=self.deadline)
+                peers[member] = PeerViews(member, told.payload, list(told.fds))
         finally:
             _close(fds)
-        fresh = _Bound(plan.digest, fingerprint, bind(staged, arena, peers, part.rounds), part, views, peers)
+        fresh = _Bound(plan.digest, views, bind(staged, arena, peers, part.rounds), part, peers)
         self.memo["bound"] = fresh
         return fresh, True
 

@@ -43,9 +43,7 @@ class Box:
 
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` is in this box."""
-        return all(
-            a <= c and d <= b for a, b, c, d in zip(self.lo, self.hi, other.lo, other.hi, strict=True)
-        )
+        return all(a <= c and d <= b for a, b, c, d in zip(self.lo, self.hi, other.lo, other.hi, strict=True))
 
     def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
         """Index for a tensor whose first element is `origin` (default: the whole tensor's)."""

@@ -248,9 +248,7 @@ _MODELS: Final[dict[str, Dims]] = {
     "Qwen3-8B": DenseDims(layers=36, hidden=4096, heads=32, kv_heads=8, ffn=12288, tied=False),
     "Qwen3-14B": DenseDims(layers=40, hidden=5120, heads=40, kv_heads=8, ffn=17408, tied=False),
     "Qwen3-32B": DenseDims(layers=64, hidden=5120, heads=64, kv_heads=8, ffn=25600, tied=False),
-    "Qwen3-30B-A3B": MoeDims(
-        layers=48, hidden=2048, heads=32, kv_heads=4, experts=128, expert_ffn=768, tied=False
-    ),
+    "Qwen3-30B-A3B": MoeDims(layers=48, hidden=2048, heads=32, kv_heads=4, experts=128, expert_ffn=768, tied=False),
 }
 
 
@@ -271,9 +269,7 @@ def model(name: str) -> ModelSpec:
     raise CatalogError(f"unknown model {name!r}; known are {', '.join(_MODELS)}.{hint}")
 
 
-def layout(
-    spec: ModelSpec, parallelism: Parallelism, dtype: str = "bfloat16", first_rank: int = 0
-) -> ModelLayout:
+def layout(spec: ModelSpec, parallelism: Parallelism, dtype: str = "bfloat16", first_rank: int = 0) -> ModelLayout:
     """The model over `parallelism.world` ranks from `first_rank` on, as FSDP2, vLLM and their like lay it
     out.
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, placement_types
 
 from elastic_reshard.errors import LayoutError, UnsupportedPlacement
@@ -51,29 +53,30 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def layout_of(tensor: DTensor, name: str = "tensor") -> TensorLayout:
+def layout_of(tensor: DTensor, name: str = "tensor", over: DeviceMesh | None = None) -> TensorLayout:
     """The layout that a DTensor states, checked; `name` is for error messages. No communication, no autograd.
 
-    The mesh is the DTensor's own. A tensor on a submesh (`mesh["tp"]`) describes only this rank's part of the
-    world, and a global shape that `DTensor.from_local` guessed from uneven shards differs between ranks:
-    only a comparison of the ranks' layouts shows it.
+    The mesh is the DTensor's own. A tensor on a submesh (FSDP2 beside TP leaves a norm on `mesh["dp"]`) so
+    describes only this rank's part of the group, and ranks differ. `over`, the mesh of the whole group, is the
+    caller's word that the tensor is the same along the axes which its own mesh lacks: they become Replicate.
+    A global shape that `DTensor.from_local` guessed from uneven shards differs between ranks too: only a
+    comparison of the ranks' layouts shows it.
 
-    Raises UnsupportedPlacement for Partial and unknown kinds. Raises LayoutError where this rank does not
-    hold what the placements say, and, on all ranks alike, where FSDP2 over an uneven TP split would misstate
-    it.
+    Raises UnsupportedPlacement for Partial and unknown kinds. Raises LayoutError where this rank does not hold
+    what the placements say, where the mesh is no part of `over`, and, on all ranks alike, where FSDP2 over an
+    uneven TP split would misstate what ranks hold.
     """
     if not isinstance(tensor, DTensor):
-        raise LayoutError(
-            f"{name} is a {type(tensor).__name__}, not a DTensor; state its layout with TensorLayout"
-        )
+        raise LayoutError(f"{name} is a {type(tensor).__name__}, not a DTensor; state its layout with TensorLayout")
     shape = tuple(int(n) for n in tensor.shape)
-    device_mesh = tensor.device_mesh
-    grid, axes = device_mesh.mesh, device_mesh.mesh_dim_names
-    mesh = Mesh(tuple(grid.flatten().tolist()), tuple(grid.shape), axes or Mesh.of(grid.numpy()).axes)
     placements = tuple(_translated(p, len(shape), name) for p in tensor.placements)
+    device_mesh, mesh = tensor.device_mesh, _mesh_of(tensor.device_mesh)
+    if over is not None:
+        mesh, placements = _widened(mesh, placements, over, name)
+        device_mesh = over
     layout = TensorLayout(shape, dtype_name(tensor.dtype), mesh, placements)
     coordinate = device_mesh.get_coordinate()
-    rank = None if coordinate is None else int(grid[tuple(coordinate)])
+    rank = None if coordinate is None else int(mesh.grid[tuple(coordinate)])
     _refuse_two_readings(layout, rank, name)
     _check_local_shape(layout, rank, tuple(local_of(tensor).shape), name)
     if coordinate is not None and rank is not None:
@@ -82,6 +85,27 @@ def layout_of(tensor: DTensor, name: str = "tensor") -> TensorLayout:
 
 
 from_dtensor = layout_of
+
+
+def _mesh_of(mesh: DeviceMesh) -> Mesh:
+    return Mesh.of(mesh.mesh.numpy(), mesh.mesh_dim_names)
+
+
+def _widened(
+    mesh: Mesh, placements: tuple[Placement, ...], over: DeviceMesh, name: str
+) -> tuple[Mesh, tuple[Placement, ...]]:
+    """The mesh `over`, with Replicate along the axes that the tensor's own mesh lacks."""
+    whole, coordinate = _mesh_of(over), over.get_coordinate()
+    own = dict(zip(mesh.axes, placements, strict=True))
+    if coordinate is not None:
+        here = tuple(slice(None) if a in own else at for a, at in zip(whole.axes, coordinate, strict=True))
+        kept = tuple(a for a in whole.axes if a in own)
+        if kept == mesh.axes and np.array_equal(whole.grid[here], mesh.grid):
+            return whole, tuple(own.get(a, Replicate()) for a in whole.axes)
+    raise LayoutError(
+        f"{name} lies on the mesh {mesh} of ranks {mesh.ranks[:16]}, which is not this rank's part of the mesh "
+        f"{whole} given as `over`: pass the mesh from which the tensor's was sliced, or: {_DECLARE}"
+    )
 
 
 def _translated(placement: object, dims: int, name: str) -> Placement:

@@ -28,9 +28,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes) or math.prod(self.shape) != len(self.ranks):
-            raise LayoutError(
-                f"mesh of shape {self.shape} with axes {self.axes} does not hold {len(self.ranks)} ranks"
-            )
+            raise LayoutError(f"mesh of shape {self.shape} with axes {self.axes} does not hold {len(self.ranks)} ranks")
         if len(set(self.axes)) != len(self.axes):
             raise LayoutError(f"mesh axes must have distinct names, got {self.axes}")
         if len(set(self.ranks)) != len(self.ranks) or (self.ranks and min(self.ranks) < 0):

@@ -68,6 +68,7 @@ def match(
 ) -> tuple[Correspondence, ...]:
     """The correspondences of a refit, with every box and permutation filled in, ordered as the destination.
 
+    Given correspondences must set every destination tensor; source tensors may be left out.
     Raises LayoutMismatch with *every* violation: names, shapes, dtypes, holes, overlaps that disagree.
     """
     faults: list[Violation] = []
@@ -81,6 +82,13 @@ def match(
             Violation(n, "extra", "a source has it, the destination does not") for n in source if n not in destination
         ]
         correspondences = [Correspondence(n, n) for n in destination if n in source]
+    else:
+        told = {c.destination for c in correspondences}
+        faults += [
+            Violation(n, "missing", "no correspondence sets it")
+            for n, t in destination.items()
+            if n not in told and t.numel
+        ]
     filled = [c for given in correspondences for c in _filled(given, source, destination, faults)]
     for side, model in (("source", source), ("destination", destination)):
         used = {c.source if side == "source" else c.destination for c in filled}
@@ -95,25 +103,26 @@ def match(
 
 def _filled(
     c: Correspondence, source: ModelLayout, destination: ModelLayout, faults: list[Violation]
-) -> Iterable[Correspondence]:
+) -> tuple[Correspondence, ...]:
     """The correspondence with nothing left out, or nothing and one violation."""
 
-    def refuse(kind: str, detail: str) -> None:
+    def refuse(kind: str, detail: str) -> tuple[Correspondence, ...]:
         faults.append(Violation(c.destination, kind, detail))
+        return ()
 
     if c.source not in source or c.destination not in destination:
         side = "source" if c.source not in source else "destination"
-        return refuse("missing", f"correspondence {c.source} -> {c.destination}: no such {side} tensor") or ()
+        return refuse("missing", f"correspondence {c.source} -> {c.destination}: no such {side} tensor")
     have, want = source[c.source], destination[c.destination]
     a = c.source_box or Box.whole(have.shape)
     b = c.destination_box or Box.whole(want.shape)
     permute = c.permute if c.permute is not None else tuple(range(len(want.shape)))
     if len(have.shape) != len(want.shape) or sorted(permute) != list(range(len(have.shape))):
-        return refuse("shape", f"source {have.shape}, destination {want.shape}, permute {permute}") or ()
+        return refuse("shape", f"source {have.shape}, destination {want.shape}, permute {permute}")
     if not (Box.whole(have.shape).contains(a) and Box.whole(want.shape).contains(b)):
-        return refuse("shape", f"boxes {a} -> {b} reach outside {have.shape} -> {want.shape}") or ()
+        return refuse("shape", f"boxes {a} -> {b} reach outside {have.shape} -> {want.shape}")
     if tuple(a.shape[p] for p in permute) != b.shape:
-        return refuse("shape", f"source {a.shape} permuted by {permute} is not destination {b.shape}") or ()
+        return refuse("shape", f"source {a.shape} permuted by {permute} is not destination {b.shape}")
     return (Correspondence(c.source, c.destination, a, b, permute),)
 
 

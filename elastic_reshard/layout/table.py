@@ -18,9 +18,15 @@ from elastic_reshard.layout.box import Box
 from elastic_reshard.layout.mesh import Mesh
 from elastic_reshard.layout.placements import Declared, Placement, Replicate, Shard, StridedShard
 
-__all__ = ["Int", "RegionTable", "group_rows", "table_of_boxes", "table_of_mesh"]
+__all__ = ["Int", "RegionTable", "group_rows", "table_of_boxes", "table_of_mesh", "volumes"]
 
 Int = npt.NDArray[np.int64]
+
+
+def volumes(lo: Int, hi: Int) -> Int:
+    """Elements of each box: bounds int64 [boxes, dims], result int64 [boxes]."""
+    found: Int = np.prod(hi - lo, axis=1, dtype=np.int64)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +54,7 @@ class RegionTable:
     @cached_property
     def numel(self) -> Int:
         """Elements per region, int64 [regions]."""
-        return np.prod(self.hi - self.lo, axis=1, dtype=np.int64)
+        return volumes(self.lo, self.hi)
 
     @cached_property
     def replicas(self) -> Int:
@@ -93,7 +99,7 @@ class RegionTable:
         """Content id over the table and `head`."""
         h = xxhash.xxh3_128(repr((head, self.lo.shape, len(self.ranks))).encode())
         for part in (self.lo, self.hi, self.ptr, self.ranks, self.local, self.members, self.local_shape):
-            h.update(np.ascontiguousarray(part))
+            h.update(np.ascontiguousarray(part).data)
         return h.hexdigest()
 
 

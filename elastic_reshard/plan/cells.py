@@ -113,7 +113,8 @@ class CellGrid:
         if not len(found):
             raise PlanError(f"{name} has no region {region}")
         k = int(found[0])
-        return np.arange(cells.base[k], cells.base[k + 1], dtype=np.int64) + self.base[i]
+        numbers: Int = np.arange(cells.base[k], cells.base[k + 1], dtype=np.int64) + self.base[i]
+        return numbers
 
     def cells_of_rank(self, rank: int) -> Int:
         """Numbers of all cells of the regions that one rank of the layout wants: what it may ever hold."""

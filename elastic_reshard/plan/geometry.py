@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from elastic_reshard.layout.box import Box
-from elastic_reshard.layout.table import Int, RegionTable, group_rows
+from elastic_reshard.layout.table import Int, RegionTable, group_rows, volumes
 from elastic_reshard.plan.overlap import intersecting, ragged
 
 __all__ = ["Atoms", "Geometry", "Holders", "Seekers", "holders_of", "seekers_of"]
@@ -62,7 +63,8 @@ def holders_of(
         lo = np.maximum(table.lo, np.asarray(a.lo, dtype=np.int64))
         hi = np.minimum(table.hi, np.asarray(a.hi, dtype=np.int64))
         member = member_of[table.ranks]
-        kept = (lo < hi).all(axis=1)[table.entry_region] & ~np.isin(member, absent)
+        meets: npt.NDArray[np.bool_] = np.all(lo < hi, axis=1)
+        kept = meets[table.entry_region] & ~np.isin(member, absent)
         entries = np.flatnonzero(kept)
         region = table.entry_region[entries]
         shift = np.asarray(b.lo, dtype=np.int64) - np.asarray(a.lo, dtype=np.int64)[p]
@@ -245,7 +247,8 @@ class Atoms:
     @cached_property
     def numel(self) -> Int:
         """Elements per atom."""
-        return np.prod(self.hi - self.lo, axis=1, dtype=np.int64)
+        numel: Int = volumes(self.lo, self.hi)
+        return numel
 
     @cached_property
     def copies(self) -> Int:
@@ -271,7 +274,8 @@ class Atoms:
     def before(self) -> Int:
         """Elements of the atoms before each one in its region."""
         total = np.cumsum(self.numel) - self.numel
-        return total - total[np.searchsorted(self.region, self.region)] if len(total) else total
+        before: Int = total - total[np.searchsorted(self.region, self.region)]
+        return before
 
     @cached_property
     def quantum(self) -> Int:
@@ -285,7 +289,8 @@ class Atoms:
         fine = np.clip(self.numel * g.itemsize // (32 * parts), g.min_stripe, 1 << 16)
         fits = inner[:, 1:] * g.itemsize <= fine[:, None] if g.dims else np.ones((len(shape), 0), dtype=bool)
         row = np.where(fits, inner[:, 1:], 1).max(axis=1, initial=1)
-        return row * -(-g.min_stripe // (row * g.itemsize))
+        quantum: Int = row * -(-g.min_stripe // (row * g.itemsize))
+        return quantum
 
     @cached_property
     def quanta(self) -> Int:

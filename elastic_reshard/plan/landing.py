@@ -15,15 +15,16 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from elastic_reshard.layout.table import Int
+from elastic_reshard.layout.table import Int, volumes
 from elastic_reshard.plan.cells import CellGrid
 from elastic_reshard.plan.geometry import Geometry
 from elastic_reshard.plan.ledger import Ledger
 from elastic_reshard.plan.legs import Kind, Legs
 from elastic_reshard.plan.overlap import intersecting, ragged
+from elastic_reshard.plan.rounds import Rounds
 from elastic_reshard.plan.routing import Routes
 
-__all__ = ["landing_legs"]
+__all__ = ["CellRoutes", "landed_cells", "landing_legs"]
 
 _Bool = npt.NDArray[np.bool_]
 
@@ -45,20 +46,22 @@ def landing_legs(
     routes = Routes(g.atoms(regions))
     fresh, parts = [], []
     for t, number in enumerate(tensors):
-        landed = _landed(g, grid, number, target, ledger)
+        landed = landed_cells(g, grid, number, target, ledger)
         if landed is None:
             fresh.append(t)
         else:
-            parts += _Cells(routes, regions, grid, number, landed).legs(member, np.array([t]), turns[[t]])
+            parts += CellRoutes(routes, regions, grid, number, landed).legs(member, np.array([t]), turns[[t]])
     if fresh:
         chosen = np.array(fresh)
-        cells = _Cells(routes, regions, grid, tensors[fresh[0]], None)
+        cells = CellRoutes(routes, regions, grid, tensors[fresh[0]], None)
         bases = grid.base[np.asarray(tensors)[chosen]]
         parts += cells.legs(member, chosen, turns[chosen], bases - bases[0])
     return [p for p in parts if len(p)]
 
 
-def _landed(g: Geometry, grid: CellGrid, number: int, target: int, ledger: Ledger | None) -> tuple[Int, Int] | None:
+def landed_cells(
+    g: Geometry, grid: CellGrid, number: int, target: int, ledger: Ledger | None
+) -> tuple[Int, Int] | None:
     """(cell, seekers' entry) of every landed cell of one tensor, cells numbered in the tensor; None if there is none."""
     if ledger is None:
         return None
@@ -85,8 +88,14 @@ class _Pairs:
     hi: Int
     number: Int  # position among the pairs of the cell
 
+    @cached_property
+    def numel(self) -> Int:
+        """Elements of each shared box."""
+        numel: Int = volumes(self.lo, self.hi)
+        return numel
 
-class _Cells:
+
+class CellRoutes:
     """The cells of some regions of one tensor, and where each lands."""
 
     def __init__(
@@ -101,10 +110,10 @@ class _Cells:
         table = self.s.table_region[self.region]
         self.number = cells.base[table] + self.in_region  # in the tensor
         self.base = int(grid.base[number])
-        self.numel = np.prod(self.hi - self.lo, axis=1, dtype=np.int64)
+        self.numel = volumes(self.lo, self.hi)
         self.pairs = self._pairs()
         covered = np.zeros(len(self.numel), dtype=np.int64)
-        np.add.at(covered, self.pairs.cell, np.prod(self.pairs.hi - self.pairs.lo, axis=1, dtype=np.int64))
+        np.add.at(covered, self.pairs.cell, self.pairs.numel)
         self.lost: _Bool = covered < self.numel
         self._place(landed)
 
@@ -120,7 +129,7 @@ class _Cells:
         groups = np.diff(s.groups)[self.region]
         self.slot_base = np.concatenate([[0], np.cumsum(groups)]).astype(np.int64)
         self.slot_cell, self.slot_group = ragged(groups, s.groups[self.region])
-        pair, group = self._local_groups()
+        pair, group = self.routes.local_groups(self.pairs.atom)
         local = np.zeros(len(self.slot_cell), dtype=np.int64)
         np.add.at(local, self.slot_of(p.cell[pair], group), 1)
         atoms = np.bincount(p.cell, minlength=len(self.numel))
@@ -139,14 +148,6 @@ class _Cells:
         self.progress[order] = index * width % np.maximum(1, total)
         self.load[order] = np.maximum(1, total)
         self.demand_index, self.demanders = _counted(self.lands, self.slot_cell)
-
-    def _local_groups(self) -> tuple[Int, Int]:
-        """(pair, group) for every group whose domain has a holder of the pair's atom."""
-        s, p = self.s, self.pairs
-        count = np.diff(s.groups)[self.atoms.region[p.atom]]
-        pair, group = ragged(count, s.groups[self.atoms.region[p.atom]])
-        here = self.routes.local_at(p.atom[pair], group) >= 0
-        return pair[here], group[here]
 
     def _held(self, landed: tuple[Int, Int] | None) -> tuple[Int, Int]:
         """(slot, entry) of landed cells in these regions, by slot and entry."""
@@ -197,13 +198,24 @@ class _Cells:
         from_cell = held[np.minimum(ptr[cell] + np.where(landed, turned - by_atom, 0), len(held) - 1)]
         return np.where(landed, from_cell, from_atom), landed
 
+    def pairs_of(self, slot: Int) -> tuple[Int, Int]:
+        """All pairs of the slots' cells: (index into `slot`, pair)."""
+        begin = np.searchsorted(self.pairs.cell, self.slot_cell[slot])
+        end = np.searchsorted(self.pairs.cell, self.slot_cell[slot], side="right")
+        return ragged(end - begin, begin)
+
+    def member_of(self, sender: Int, landed: _Bool) -> Int:
+        """Members of picked senders."""
+        h, s = self.atoms.geometry.holders.member, self.s.member
+        if not len(h):
+            return s[sender]
+        return np.where(landed, s[np.minimum(sender, len(s) - 1)], h[np.minimum(sender, len(h) - 1)])
+
     def shipments(self) -> tuple[Int, Int]:
         """(slot, pair) of everything that enters a domain; pair -1 for a lost cell, which comes whole."""
         p = self.pairs
         landing = np.flatnonzero(self.lands & ~self.lost[self.slot_cell])
-        begin = np.searchsorted(p.cell, self.slot_cell[landing])
-        end = np.searchsorted(p.cell, self.slot_cell[landing], side="right")
-        row, pair = ragged(end - begin, begin)
+        row, pair = self.pairs_of(landing)
         slot = landing[row]
         far = self.routes.local_at(p.atom[pair], self.slot_group[slot]) < 0
         whole = np.flatnonzero(self.lands & self.lost[self.slot_cell])
@@ -235,14 +247,9 @@ class _Cells:
         slot, pair = self.shipments()
         if not len(slot):
             return
-        h, s = self.atoms.geometry.holders, self.s
+        s = self.s
         sender, landed = self.picked(slot, pair, turns)
-        if not len(h.member):
-            frm = s.member[sender]
-        else:
-            frm = np.where(
-                landed, s.member[np.minimum(sender, len(s.member) - 1)], h.member[np.minimum(sender, len(h.member) - 1)]
-            )
+        frm = self.member_of(sender, landed)
         receiver = self.receiver_of(slot, turns)
         for out in (True, False):
             mine = frm == member if out else s.member[receiver] == member
@@ -261,20 +268,26 @@ class _Cells:
                     receiver[t[c], i[c]],
                 )
 
+    def gathering(self) -> tuple[Int, Int]:
+        """(slot, pair) of parts of landing cells that the domain's own sources have."""
+        pair, group = self.routes.local_groups(self.pairs.atom)
+        slot = self.slot_of(self.pairs.cell[pair], group)
+        keep = self.lands[slot] & ~self.lost[self.pairs.cell[pair]]
+        return slot[keep], pair[keep]
+
     def _gathered(self, member: int, turns: Int) -> Iterable[Legs]:
-        """Parts of landing cells that the domain's own sources have: pulled into the landing arena."""
-        s, p = self.s, self.pairs
-        pair, group = self._local_groups()
-        slot = self.slot_of(p.cell[pair], group)
-        keep = self.lands[slot] & ~self.lost[p.cell[pair]] & (s.domain[group] == self.atoms.geometry.domains[member])
-        pair, slot = pair[keep], slot[keep]
+        """Those parts, pulled into the landing arena."""
+        s = self.s
+        slot, pair = self.gathering()
+        near = s.domain[self.slot_group[slot]] == self.atoms.geometry.domains[member]
+        slot, pair = slot[near], pair[near]
         receiver = self.receiver_of(slot, turns)
         t, i = np.nonzero(s.member[receiver] == member)
         yield self._near(member, t, slot[i], pair[i], receiver[t, i], turns, install=False)
 
     def _installed(self, member: int, turns: Int) -> Iterable[Legs]:
         """What the member pulls when it installs: landed cells from their holders, the others from source memory."""
-        s, p = self.s, self.pairs
+        s = self.s
         mine = s.entries_of(member)
         slot = np.flatnonzero(np.isin(self.slot_group, s.entry_group[mine]))
         entry_of_group = np.full(len(s.region), -1, dtype=np.int64)
@@ -283,7 +296,7 @@ class _Cells:
         for kind in ("present", "lands"):
             chosen = slot[(self.present if kind == "present" else self.lands)[slot]]
             holder = (
-                self._present_holder(chosen, reader[chosen], turns)
+                self.present_holder(chosen, reader[chosen], turns)
                 if kind == "present"
                 else self.receiver_of(chosen, turns)
             )
@@ -293,14 +306,12 @@ class _Cells:
                 Kind.LANDED, False, s.member[owner], t, chosen[i], np.full(len(i), -1), (owner, True), reader[chosen[i]]
             ).replace(install=np.ones(len(i), dtype=bool))
         near = slot[~self.present[slot] & ~self.lands[slot]]
-        begin = np.searchsorted(p.cell, self.slot_cell[near])
-        end = np.searchsorted(p.cell, self.slot_cell[near], side="right")
-        row, pair = ragged(end - begin, begin)
+        row, pair = self.pairs_of(near)
         t, i = np.indices((len(turns), len(pair)), dtype=np.int64).reshape(2, -1)
         at = near[row[i]]
         yield self._near(member, t, at, pair[i], reader[at], turns, install=True)
 
-    def _present_holder(self, slot: Int, reader: Int, turns: Int) -> Int:
+    def present_holder(self, slot: Int, reader: Int, turns: Int) -> Int:
         """Who in the domain serves a landed cell: the reader itself if it can, else one after the other."""
         begin = np.searchsorted(self.held_slot, slot)
         count = np.searchsorted(self.held_slot, slot, side="right") - begin
@@ -311,19 +322,23 @@ class _Cells:
         own[row[self.held_entry[at] == reader[row]]] = True
         return np.where(own[None, :], reader[None, :], chosen)
 
-    def _near(self, member: int, t: Int, slot: Int, pair: Int, target: Int, turns: Int, *, install: bool) -> Legs:
-        """Pulls of pairs from source memory in the domain: the member's own where it has them."""
+    def near_source(self, slot: Int, pair: Int, reader: Int, turn: Int) -> Int:
+        """The holders' entry in the slot's domain that member reader[i] pulls a pair from: its own where it has one."""
         atom = self.pairs.atom[pair]
-        at = self.routes.local_at(atom, self.slot_group[slot])
-        first, count = self.routes.local_holders(at)
-        label = self.in_region[self.slot_cell[slot]] + turns[t]
+        first, count = self.routes.local_holders(self.routes.local_at(atom, self.slot_group[slot]))
+        label = self.in_region[self.slot_cell[slot]] + turn
         entry = self.routes.local_entry[first + label % count]
-        h = self.atoms.geometry.holders
         row, index = ragged(count, first)
         held = self.routes.local_entry[index]
-        own = h.member[held] == member
+        own = self.atoms.geometry.holders.member[held] == reader[row]
         entry[row[own]] = held[own]
-        legs = self._rows(Kind.LOCAL, False, h.member[entry], t, slot, pair, (entry, False), target)
+        return entry
+
+    def _near(self, member: int, t: Int, slot: Int, pair: Int, target: Int, turns: Int, *, install: bool) -> Legs:
+        """Pulls of pairs from source memory in the domain: the member's own where it has them."""
+        entry = self.near_source(slot, pair, np.full(len(slot), member), turns[t])
+        peer = self.atoms.geometry.holders.member[entry]
+        legs = self._rows(Kind.LOCAL, False, peer, t, slot, pair, (entry, False), target)
         kind = np.where(legs.peer == member, int(Kind.SELF), legs.kind)
         return legs.replace(kind=kind, install=np.full(len(legs), install))
 
@@ -356,23 +371,24 @@ class _Cells:
             region=region,
             ordinal=(self.in_region[cell] << 32) + number + 1,
             first=np.zeros(n, dtype=np.int64),
-            last=np.prod(hi - lo, axis=1, dtype=np.int64),
+            last=volumes(lo, hi),
             lo=lo,
             extent=hi - lo,
             source_at=source_at,
             target_at=lo - s.lo[region] + s.local[target],
-            # Where in the receiver's own run of cells this one is, in 2**20ths: the plan makes rounds of it.
-            round=(self.progress[slot] << 20) // self.load[slot],
+            round=np.zeros(n, dtype=np.int64),
             install=np.zeros(n, dtype=bool),
             cell=self.number[cell],
             grain=np.ones(n, dtype=np.int64),
-            spread=np.zeros(n, dtype=np.int64),
+            # The place in the receiver's own run of cells, and each domain's receivers begin elsewhere.
+            spread=((self.progress[slot] << 32) // self.load[slot] + Rounds.spread(0 * cell, self.slot_group[slot]))
+            & 0xFFFFFFFF,
         )
 
 
 def _counted(chosen: _Bool, key: Int) -> tuple[Int, Int]:
     """For rows sorted by key: how many chosen rows of the same key come before each, and how many there are."""
-    before = np.cumsum(chosen) - chosen
+    before: Int = np.cumsum(chosen) - chosen
     begin = np.searchsorted(key, key)
     end = np.searchsorted(key, key, side="right")
     sums = np.append(before, before[-1] + chosen[-1] if len(chosen) else 0)

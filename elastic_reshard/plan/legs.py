@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from elastic_reshard.layout.table import Int
 from elastic_reshard.plan.geometry import Atoms, Geometry
 from elastic_reshard.plan.overlap import ragged
+from elastic_reshard.plan.rounds import Rounds
 from elastic_reshard.plan.routing import Routes
 
 __all__ = ["Kind", "Legs", "offsets", "streaming_legs"]
@@ -44,7 +46,7 @@ class Legs:
     LANDED the sender's destination tensor). target_at: where in the receiver's local destination tensor. Each is right
     on the sides that need it: readers know both. round: when it moves. install: moves when the member installs, in no
     round. cell: its cell in landing plans, else -1. grain: elements between places where the leg may be cut further.
-    spread: a number that differs between legs of one member, and is the same at both ends: rounds are dealt out by it.
+    spread: below 2**32, the same at both ends: the place among the rounds of its tensor, in 2**32ths (`Rounds.spread`).
     """
 
     kind: Int
@@ -78,7 +80,7 @@ class Legs:
         """The chosen rows, in that order."""
         return Legs(*(getattr(self, f.name)[index] for f in fields(self)))
 
-    def replace(self, **columns: npt.NDArray[np.int64]) -> Legs:
+    def replace(self, **columns: npt.NDArray[Any]) -> Legs:
         """With other values in some columns."""
         return Legs(*(columns.get(f.name, getattr(self, f.name)) for f in fields(self)))
 
@@ -95,10 +97,14 @@ class Legs:
             return column
 
         if not padded:
-            empty = np.zeros(0, dtype=np.int64)
-            flat = {f.name: empty for f in fields(Legs)}
-            flat |= {name: np.zeros((0, dims), dtype=np.int64) for name in ("lo", "extent", "source_at", "target_at")}
-            return Legs(**flat).replace(out=empty > 0, install=empty > 0)
+            none, box, no = (
+                np.zeros(0, dtype=np.int64),
+                np.zeros((0, dims), dtype=np.int64),
+                np.zeros(0, dtype=np.bool_),
+            )
+            wides, flags = ("lo", "extent", "source_at", "target_at"), ("out", "install")
+            empty: list[Any] = [box if f.name in wides else no if f.name in flags else none for f in fields(Legs)]
+            return Legs(*empty)
         return Legs(*(np.concatenate([wide(p, f.name) for p in padded]) for f in fields(Legs)))
 
 
@@ -148,7 +154,7 @@ def make_legs(
         install=np.zeros(n, dtype=bool),
         cell=np.full(n, -1, dtype=np.int64),
         grain=atoms.quantum[atom],
-        spread=atoms.ordinal[atom] + atoms.geometry.seekers.entry_group[target],
+        spread=Rounds.spread(atoms.ordinal[atom], atoms.geometry.seekers.entry_group[target]),
     )
 
 

@@ -13,12 +13,12 @@ from functools import cached_property
 import numpy as np
 import xxhash
 
-from elastic_reshard.errors import LayoutMismatch, PlanError, ShardLost
+from elastic_reshard.errors import LayoutMismatch, PlanError, ShardLost, Violation
 from elastic_reshard.layout.box import Box
 from elastic_reshard.layout.correspondence import Correspondence
 from elastic_reshard.layout.dtypes import itemsize
 from elastic_reshard.layout.model import ModelLayout, WireDtype, match
-from elastic_reshard.layout.table import Int
+from elastic_reshard.layout.table import Int, volumes
 from elastic_reshard.layout.tensor import TensorLayout
 from elastic_reshard.plan.cells import CellGrid
 from elastic_reshard.plan.geometry import Geometry, holders_of, seekers_of
@@ -115,7 +115,8 @@ class Plan:
     @cached_property
     def _matched(self) -> list[list[dict[str, list[Correspondence]]]]:
         """Per target and source: destination name -> correspondences."""
-        found, faults = [], []
+        found: list[list[dict[str, list[Correspondence]]]] = []
+        faults: list[Violation] = []
         for target in self.targets:
             per_source = []
             for source in self.sources:
@@ -261,7 +262,7 @@ class Plan:
             atoms = g.atoms(regions)
             found = np.zeros(len(regions), dtype=np.int64)
             np.add.at(found, atoms.region, atoms.numel)
-            wanted = np.prod(g.seekers.hi - g.seekers.lo, axis=1, dtype=np.int64)
+            wanted = volumes(g.seekers.lo, g.seekers.hi)
             for k in np.flatnonzero(found < wanted):
                 box = Box(tuple(g.seekers.lo[k].tolist()), tuple(g.seekers.hi[k].tolist()))
                 for t in np.flatnonzero(np.asarray(self.geometry_of) == number):

@@ -8,27 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from elastic_reshard.layout.table import Int
+from elastic_reshard.layout.table import Int, volumes
 from elastic_reshard.plan.geometry import Geometry
 
 __all__ = ["Rounds", "schedule"]
 
 # In a round a member may begin one tensor more than its budget, may send and receive, and two rounds are under way.
-_SHARE_OF_STAGING = 8
+_SHARE_OF_STAGING: Final = 8
+# Of its budget, what a tensor of several rounds may fill on average: its legs are dealt out, not cut to measure.
+_FILL: Final = (3, 4)
+# Legs of tensors of several rounds are cut down to this share of a budget, and dealt out.
+_PIECES: Final = 32
+# Multiples of these, mod 2**32, are spread evenly over any number of rounds, whatever their stride (the plastic number's
+# inverse and its square: the best pair for two counters).
+_STEPS: Final = (3242174889, 2447445414)
 
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
     """Tensor t moves in rounds first[t] .. first[t] + parts[t] - 1, an equal part of each leg in each; `order` is the
-    sequence of the tensors in messages."""
+    sequence of the tensors in messages. Legs of tensors of several parts are cut to about `piece` bytes."""
 
     first: Int
     parts: Int
     order: Int
     count: int
+    piece: int
+
+    @staticmethod
+    def spread(ordinal: Int, group: Int) -> Int:
+        """A number below 2**32 for the leg of an atom to a group: legs of any member are spread evenly over them."""
+        return (ordinal * _STEPS[0] + group * _STEPS[1]) & 0xFFFFFFFF
 
     @staticmethod
     def bounds(numel: Int, quantum: Int, parts: Int, index: Int) -> tuple[Int, Int]:
@@ -41,14 +55,37 @@ class Rounds:
 
 
 def _weights(g: Geometry) -> tuple[int, int]:
-    """Most bytes of one tensor that any holder sends, and that any member receives: upper bounds."""
+    """Most bytes of one tensor that any holder sends (or shows its domain), and that any member receives: upper bounds."""
     h, s = g.holders, g.seekers
-    held = np.prod(h.hi - h.lo, axis=1, dtype=np.int64)
-    wanted = np.prod(s.hi - s.lo, axis=1, dtype=np.int64)
-    demand = int(np.diff(s.groups).max(initial=0))
-    sent = held * np.maximum(1, -(-demand // np.maximum(1, np.diff(h.ptr))))
-    received = -(-wanted[s.region] // np.maximum(1, s.width))
+    held = volumes(h.lo, h.hi)[h.entry_row]
+    wanted = volumes(s.lo, s.hi)[s.region]
+    sent, received = (np.zeros(len(g.domains), dtype=np.int64) for _ in range(2))
+    np.add.at(sent, h.member, held * (_net_copies(g) + _near_copies(g)))
+    np.add.at(received, s.member, (-(-wanted // np.maximum(1, s.width)))[s.entry_group])
     return int(sent.max(initial=0)) * g.itemsize, int(received.max(initial=0)) * g.itemsize
+
+
+def _net_copies(g: Geometry) -> Int:
+    """How often each holder's entry sends its box at most: once for each domain, shared with the row's other holders."""
+    h, s = g.holders, g.seekers
+    own = np.isin(g.domains[h.member], s.domain)
+    others = len(np.unique(s.domain)) - own
+    demand = np.minimum(int(np.diff(s.groups).max(initial=0)), others)
+    copies: Int = -(-demand // np.diff(h.ptr)[h.entry_row])
+    return copies
+
+
+def _near_copies(g: Geometry) -> Int:
+    """How many copies of its box each holder's entry lays out at most for readers in its domain. Readers that want the
+    same range share one; when several holders serve more readers than they are, ranges differ at both ends of a share."""
+    h, s = g.holders, g.seekers
+    domain = g.domains[h.member]
+    readers = np.zeros(int(g.domains.max(initial=0)) + 1, dtype=np.int64)
+    np.maximum.at(readers, s.domain, s.width)
+    key = h.entry_row * len(readers) + domain
+    _, at, count = np.unique(key, return_inverse=True, return_counts=True)
+    alone = (count[at] == 1) | (readers[domain] <= count[at])
+    return np.where(readers[domain] == 0, 0, np.where(alone, 1, 3))
 
 
 def schedule(geometries: Sequence[Geometry], of_tensor: Sequence[int], members: int, staging: int) -> Rounds:
@@ -65,10 +102,16 @@ def schedule(geometries: Sequence[Geometry], of_tensor: Sequence[int], members: 
         sent, received = weights[g]
         start = max(int(busy_out[senders[g]].max(initial=0)), int(busy_in[receivers[g]].max(initial=0)))
         first[t] = start // budget
-        parts[t] = max(1, -(-max(sent, received) // budget))
-        busy_out[senders[g]] = start + sent
-        busy_in[receivers[g]] = start + received
-    return Rounds(first, parts, order, int((first + parts).max(initial=0)))
+        most = max(sent, received)
+        if most > budget * _FILL[0] // _FILL[1]:
+            parts[t] = -(-most * _FILL[1] // (budget * _FILL[0]))
+            end = int(first[t] + parts[t]) * budget  # whose last round nothing else shares
+            busy_out[senders[g]] = busy_in[receivers[g]] = end
+        else:
+            parts[t] = 1
+            busy_out[senders[g]] = start + sent
+            busy_in[receivers[g]] = start + received
+    return Rounds(first, parts, order, int((first + parts).max(initial=0)), max(1, budget // _PIECES))
 
 
 def _interleaved(sets: Sequence[bytes], weights: Sequence[int], of_tensor: Sequence[int]) -> Int:

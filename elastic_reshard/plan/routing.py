@@ -93,6 +93,12 @@ class Routes:
             return np.full(len(key), -1, dtype=np.int64)
         return np.where(self._local[np.minimum(at, len(self._local) - 1)] == key, at, -1)
 
+    def local_groups(self, atom: Int) -> tuple[Int, Int]:
+        """(index into `atom`, group) for every group whose domain has a holder of the atom."""
+        begin, end = self._span(atom)
+        row, at = ragged(end - begin, begin)
+        return row, self._local[at] % self._groups
+
     def local_holders(self, at: Int) -> tuple[Int, Int]:
         """(first, number) of the pairs' holders in `local_entry`, the holders' entries of all local pairs."""
         return self._local_ptr[at], self._local_ptr[at + 1] - self._local_ptr[at]

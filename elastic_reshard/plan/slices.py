@@ -98,16 +98,18 @@ def _in_rounds(legs: Legs, rounds: Rounds, size: Int, message: int) -> Legs:
     the same bytes in each. Cells go whole, by their place in the receiver's run of cells."""
     first, parts = rounds.first[legs.tensor], rounds.parts[legs.tensor]
     cell = legs.cell >= 0
-    legs = legs.replace(round=first + np.where(cell, (legs.round * parts) >> 20, 0))
+    legs = legs.replace(round=first + np.where(cell, (legs.spread * parts) >> 32, 0))
     several = (parts > 1) & ~cell & (legs.kind != Kind.SELF)
     if not several.any():
         return legs
     chosen, parts = legs.take(several), parts[several]
-    cuts = np.clip(-(-chosen.numel * size[chosen.tensor] // message), 1, parts)
+    item, piece = size[chosen.tensor], min(rounds.piece, message)
+    cuts = np.clip(-(-chosen.numel * item // piece), 1, parts)
+    grain = np.where(chosen.grain * item > piece, 1, chosen.grain)
     row, index = ragged(cuts)
     cut, parts, cuts = chosen.take(row), parts[row], cuts[row]
-    a, b = Rounds.bounds(cut.numel, cut.grain, cuts, index)
-    later = (cut.spread + index * parts // cuts) % parts
+    a, b = Rounds.bounds(cut.numel, grain[row], cuts, index)
+    later = (((cut.spread * parts) >> 32) + index * parts // cuts) % parts
     cut = cut.replace(first=cut.first + a, last=cut.first + b, round=cut.round + later)
     return Legs.concat([legs.take(~several), cut.take(cut.numel > 0)], legs.lo.shape[1])
 

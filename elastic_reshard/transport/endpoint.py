@@ -17,7 +17,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from elastic_reshard.arena import DomainChannel, HostArena, Listener, connect_mesh
 from elastic_reshard.errors import LayoutError, TransferError, TransferTimeout
@@ -86,7 +86,7 @@ class Endpoint:
     @classmethod
     def form(
         cls,
-        store: dist.Store,
+        store: Store,
         rank: int,
         size: int,
         *,
@@ -123,7 +123,7 @@ class Endpoint:
                     remaining = max(0.1, deadline - time.monotonic())
                     device = interface if interface is not None else ("lo" if single else None)
                     network = GlooNetwork(
-                        dist.PrefixStore("gloo", store), rank, size, remaining, device,
+                        PrefixStore("gloo", store), rank, size, remaining, device,
                         lambda: _ended(pidfds, _EVIDENCE_S), first_sequence,
                     )  # fmt: skip
                 near = {
@@ -181,7 +181,7 @@ class Endpoint:
         self.close()
 
 
-def _meet(store: dist.Store, me: Identity, size: int, deadline: float) -> list[Identity]:
+def _meet(store: Store, me: Identity, size: int, deadline: float) -> list[Identity]:
     """Tell who this member is, and read who the others are."""
     store.set(f"member/{me.member}", json.dumps(asdict(me)))
     keys = [f"member/{m}" for m in range(size)]

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from elastic_reshard.errors import PeerLost, TransferTimeout
 
@@ -93,7 +94,7 @@ class GlooNetwork:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         size: int,
         timeout: float,

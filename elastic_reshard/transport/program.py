@@ -83,8 +83,8 @@ class _Legs:
         self.first, self.last, self.install = legs.first.tolist(), legs.last.tolist(), legs.install.tolist()
         self.extent, self.source_at = legs.extent.tolist(), legs.source_at.tolist()
         self.target_at, self.message = legs.target_at.tolist(), s.message.tolist()
-        self.names = list(zip(*(c.tolist() for c in (legs.tensor, legs.region, legs.ordinal, legs.first, legs.last)),
-                              strict=True))  # fmt: skip
+        names = (legs.tensor, legs.region, legs.ordinal, legs.first, legs.last)
+        self.names: list[tuple[int, int, int, int, int]] = list(zip(*(c.tolist() for c in names), strict=True))
         self.item = [itemsize(t.dtype) for t in s.tensors]
         self.wire: list[torch.dtype] = [getattr(torch, t.dtype) for t in s.tensors]
         self._raw: dict[tuple[Key, tuple[int, ...] | None], Any] = {}
@@ -98,7 +98,7 @@ class _Legs:
 
     def nbytes(self, i: int) -> int:
         """Bytes of a leg."""
-        return self.count(i) * self.item[self.tensor[i]]
+        return int(self.count(i) * self.item[self.tensor[i]])
 
     def key_of_sender(self, i: int) -> tuple[Key, tuple[int, ...] | None]:
         """The sender's buffer, and how its dims are permuted."""
@@ -130,7 +130,7 @@ class _Legs:
         tensor = self.views.tensor(key)
         cast = tensor.dtype != self.wire[self.tensor[i]]
         if (key, permute) not in self._raw:
-            whole = tensor.detach() if cast else raw(tensor)
+            whole: Any = tensor.detach() if cast else raw(tensor)
             if permute is not None:
                 whole = whole.permute(permute) if cast else whole.transpose(permute)
             self._raw[key, permute] = whole
@@ -169,7 +169,8 @@ class _Legs:
             return atom.reshape(-1)[self.first[i] : self.last[i]]
         boxes = self.boxes(i)
         if len(boxes) == 1 and atom[boxes[0][0]].flags.c_contiguous:
-            return atom[boxes[0][0]].reshape(-1)
+            piece: _Array = atom[boxes[0][0]].reshape(-1)
+            return piece
         return None
 
     def copy(self, copies: Copies, i: int, target: _Array, source: Any, cast: bool) -> None:
@@ -228,7 +229,8 @@ class StagingPlan:
         return (round_ % 2) * self.half + place
 
     def _measure(self) -> dict[int, int]:
-        legs, need = self.legs, {}
+        legs = self.legs
+        need: dict[int, int] = {}
         self.landed_out = {legs.names[i] for i in self.rows if legs.kind[i] == Kind.LANDED and legs.out[i]}
         for i in self.rows:
             if legs.message[i] >= 0:

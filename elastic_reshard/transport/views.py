@@ -57,14 +57,6 @@ class Views:
             self._in_arena[key] = locate(self.tensor(key)) is not None
         return self._in_arena[key]
 
-    def fingerprint(self) -> tuple[object, ...]:
-        """Changes when any tensor's memory, shape or strides do."""
-        return tuple(
-            (side, key, t.data_ptr(), t.shape, t.stride(), t.dtype)
-            for side, table in (("s", self.source), ("d", self.destination))
-            for key, t in table.items()
-        )
-
     def declaration(self, staging: HostArena | None, staged: Mapping[Staged, int]) -> tuple[bytes, list[int]]:
         """What peers need to read this member's memory: (payload, descriptors of its arenas, opened read-only; the
         caller closes them)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import fcntl
 import gc
@@ -24,29 +23,16 @@ import torch
 from elastic_reshard.arena import HostArena, MappedArena, empty, empty_like, locate
 from elastic_reshard.errors import ArenaError, LayoutError
 from elastic_reshard.layout.dtypes import ITEMSIZE
+from tests.arena.helpers import memfds, peer_of
 
 DTYPES = [getattr(torch, name) for name in ITEMSIZE]
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def memfds() -> int:
-    """How many descriptors of arenas this process has."""
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            count += "memfd:elastic_reshard" in os.readlink(f"/proc/self/fd/{name}")
-    return count
 
 
 def resident_shared() -> int:
     """Bytes of shared memory in this process."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssShmem:")[1].split()[0]) * 1024
-
-
-def peer_of(arena: HostArena) -> MappedArena:
-    """The arena as another process would see it."""
-    return MappedArena(arena.readonly_fd())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -341,97 +327,6 @@ def test_readonly_descriptors_cannot_write() -> None:
         mapped.view(0, (4,), (1,), 1)[0] = 1
 
 
-def test_mapped_arenas_see_writes_and_take_the_descriptor() -> None:
-    before = memfds()
-    arena = HostArena(4096)
-    tensor = arena.empty((64, 8), torch.int32)
-    fd = arena.readonly_fd()
-    mapped = MappedArena(fd)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    assert mapped.nbytes == 4096
-    tensor.copy_(torch.arange(512).view(64, 8))
-    rows = mapped.view(2 * 32 + 4, (3, 2), (5 * 32, 8), 4)
-    assert rows.tolist() == [[17, 19], [57, 59], [97, 99]]
-    backwards = mapped.view(511 * 4, (512,), (-4,), 4)
-    assert backwards.tolist() == list(range(511, -1, -1))
-    assert mapped.view(4, (2, 3), (0, 4), 4).tolist() == [[1, 2, 3], [1, 2, 3]]
-    mapped.close()
-    mapped.close()
-    with pytest.raises(ArenaError, match="closed"):
-        _ = mapped.bytes
-    with pytest.raises(ArenaError, match="closed"):
-        mapped.view(0, (1,), (1,), 1)
-    tensor[0, 0] = 77
-    assert backwards[-1] == 77, "arrays outlive the mapped arena"
-    del rows, backwards, mapped, tensor, arena
-    assert memfds() == before
-
-
-@pytest.mark.parametrize(
-    ("offset", "shape", "strides", "itemsize"),
-    [
-        (0, (1025,), (4,), 4),
-        (4, (1024,), (4,), 4),
-        (4093, (1,), (4,), 4),
-        (-4, (1,), (4,), 4),
-        (4, (3,), (-4,), 4),
-        (4088, (2, 2), (0, 8), 8),
-        (4097, (0,), (4,), 4),
-        (0, (2, 2), (4,), 4),
-        (0, (-1,), (4,), 4),
-        (0, (1,), (4,), 3),
-        (0, (2,), (1 << 62,), 4),
-        (0, (1 << 40, 1 << 40), (1, 1), 1),
-    ],
-)
-def test_views_outside_the_arena_are_refused(
-    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> None:
-    mapped = peer_of(HostArena(4096))
-    with pytest.raises(ArenaError):
-        mapped.view(offset, shape, strides, itemsize)
-
-
-@pytest.mark.parametrize(
-    ("offset", "shape", "strides", "itemsize"),
-    [
-        (4092, (1,), (4,), 4),
-        (8, (3,), (-4,), 4),
-        (4080, (2, 1), (0, 1 << 62), 16),
-        (4096, (0, 5), (4, 4), 4),
-        (4095, (), (), 1),
-        (1, (511,), (8,), 8),
-    ],
-)
-def test_views_up_to_the_edge_are_given(
-    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
-) -> None:
-    array = peer_of(HostArena(4096)).view(offset, shape, strides, itemsize)
-    assert array.shape == shape
-    assert array.itemsize == itemsize
-    assert not array.any()
-
-
-def test_unsealed_and_foreign_descriptors_are_refused_and_closed(tmp_path: Path) -> None:
-    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    os.ftruncate(unsealed, 4096)
-    fixed = os.memfd_create("no-sealing")
-    os.ftruncate(fixed, 4096)
-    hollow = os.memfd_create("hollow", os.MFD_ALLOW_SEALING)
-    fcntl.fcntl(hollow, fcntl.F_ADD_SEALS, SEALS)
-    file = tmp_path / "file"
-    file.write_bytes(b"x" * 4096)
-    plain = os.open(file, os.O_RDONLY)
-    reader, writer = os.pipe()
-    for fd in (unsealed, fixed, hollow, plain, reader):
-        with pytest.raises(ArenaError, match="from a peer"):
-            MappedArena(fd)
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(fd)
-    os.close(writer)
-
-
 OWNER = """
 import array, os, socket, sys, time
 import torch
@@ -450,9 +345,7 @@ time.sleep(60)
 def test_memory_of_a_killed_process_stays_readable_and_right() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        owner = subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(theirs.fileno())], pass_fds=[theirs.fileno()]
-        )
+        owner = subprocess.Popen([sys.executable, "-c", OWNER, str(theirs.fileno())], pass_fds=[theirs.fileno()])
         try:
             ours.settimeout(60)
             _, fds, _, _ = socket.recv_fds(ours, 1, 1)

@@ -145,6 +145,35 @@ def test_a_rank_outside_the_mesh_holds_nothing() -> None:
         layout_of(tensor)
 
 
+def test_a_submesh_is_widened_to_the_mesh_it_is_a_part_of() -> None:
+    full = torch.arange(5)
+    for rank in range(6):
+        whole = mesh_of((2, 3), rank)
+        part = DeviceMesh(
+            "cpu", whole.mesh[:, rank % 3].clone(), mesh_dim_names=("dp",), _init_backend=False, _rank=rank
+        )
+        tensor = stated(split(full, part, [Shard(0)]), (5,), part, [Shard(0)])
+        layout = layout_of(tensor, over=whole)
+        assert layout.placements == (er.Shard(0), er.Replicate())
+        assert layout.mesh == er.Mesh.arange((2, 3), ("dp", "tp"))
+        assert torch.equal(by_boxes(layout, full, rank), local_of(tensor))
+        assert layout_of(tensor, over=part) == layout_of(tensor)
+
+
+def test_a_mesh_that_is_no_part_of_the_other_is_refused() -> None:
+    whole = mesh_of((2, 3), 0)
+    swapped = whole.mesh.clone()
+    parts = [([0, 1, 2], ("dp",)), ([0, 3], ("tp",)), ([0, 4], ("dp",)), ([0, 3], ("other",))]
+    meshes = [(torch.tensor(ranks), axes) for ranks, axes in parts]
+    for ranks, axes in [*meshes, (swapped, ("tp", "dp"))]:
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=axes, _init_backend=False, _rank=0)
+        tensor = stated(torch.zeros(1), (len(ranks),), mesh, [Shard(0)] + [Replicate()] * (ranks.ndim - 1))
+        with pytest.raises(LayoutError, match=r"^w lies on the mesh .* not this rank's part"):
+            layout_of(tensor, "w", over=whole)
+        with pytest.raises(LayoutError, match="not this rank's part"):
+            layout_of(tensor, "w", over=mesh_of((2, 3), 9))
+
+
 class OwnShard(Shard):
     """A user's subclass, which may mean anything."""
 

@@ -15,10 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from elastic_reshard import layout as er
 from elastic_reshard.errors import LayoutError
-from elastic_reshard.layout import Placement, StridedShard, TensorLayout
-from elastic_reshard.layout import Replicate as R
-from elastic_reshard.layout import Shard as S
+from elastic_reshard.layout import TensorLayout
 from elastic_reshard.layout.dtensor import layout_of, local_of
 from tests.processes import Rank, run_ranks
 
@@ -69,7 +68,7 @@ def hsdp(mesh: DeviceMesh) -> nn.Module:
 
 
 def layouts_and_faults(
-    me: Rank, axes: dict[str, int], build: Callable[[DeviceMesh], nn.Module]
+    me: Rank, axes: dict[str, int], build: Callable[[DeviceMesh], nn.Module], widen: bool = False
 ) -> dict[str, TensorLayout]:
     """Each DTensor's layout, after comparing every element that this rank holds with what the layout says."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -78,7 +77,7 @@ def layouts_and_faults(
     found = {}
     for name, tensor in state.items():
         if isinstance(tensor, DTensor):
-            found[name] = layout = layout_of(tensor, name)
+            found[name] = layout = layout_of(tensor, name, mesh if widen else None)
             assert layout.shape == SHAPES[name]
             check_elements(layout, me.rank, local_of(tensor), indexed(layout.shape))
     return found
@@ -101,36 +100,41 @@ def same_on_all(results: list[dict[str, TensorLayout]]) -> dict[str, TensorLayou
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_fully_shard(size: int) -> None:
     found = same_on_all(run_ranks(layouts_and_faults, size, {"dp": size}, fsdp))
-    assert {n: t.placements for n, t in found.items()} == dict.fromkeys(SHAPES, (S(0),))
+    assert {n: t.placements for n, t in found.items()} == dict.fromkeys(SHAPES, (er.Shard(0),))
     assert all(t.mesh.axes == ("dp",) and t.mesh.ranks == tuple(range(size)) for t in found.values())
 
 
 def test_hybrid_sharding() -> None:
     found = same_on_all(run_ranks(layouts_and_faults, 4, {"replicas": 2, "shards": 2}, hsdp))
-    assert {n: t.placements for n, t in found.items()} == dict.fromkeys(SHAPES, (R(), S(0)))
+    assert {n: t.placements for n, t in found.items()} == dict.fromkeys(SHAPES, (er.Replicate(), er.Shard(0)))
 
 
 def test_parallelize_module() -> None:
     found = same_on_all(run_ranks(layouts_and_faults, 3, {"tp": 3}, sharded_by_tp))
     assert {n: t.placements for n, t in found.items()} == {
-        "up.weight": (S(0),),
-        "up.bias": (S(0),),
-        "down.weight": (S(1),),
-        "down.bias": (R(),),
+        "up.weight": (er.Shard(0),),
+        "up.bias": (er.Shard(0),),
+        "down.weight": (er.Shard(1),),
+        "down.bias": (er.Replicate(),),
     }
 
 
 def test_both_composed() -> None:
-    found = same_on_all(run_ranks(layouts_and_faults, 4, {"dp": 2, "tp": 2}, fsdp_over_tp))
-    strided: tuple[Placement, ...] = (StridedShard(0, 2), S(0))
-    assert {n: t.placements for n, t in found.items() if len(t.mesh.shape) == 2} == {
+    found = same_on_all(run_ranks(layouts_and_faults, 4, {"dp": 2, "tp": 2}, fsdp_over_tp, True))
+    strided: tuple[er.Placement, ...] = (er.StridedShard(0, 2), er.Shard(0))
+    assert {n: t.placements for n, t in found.items()} == {
         "up.weight": strided,
         "up.bias": strided,
-        "down.weight": (S(0), S(1)),
-        "down.bias": (S(0), R()),
+        "down.weight": (er.Shard(0), er.Shard(1)),
+        **dict.fromkeys(["down.bias", "norm.weight", "table", "empty"], (er.Shard(0), er.Replicate())),
     }
-    assert found["up.weight"].mesh.axes == ("dp", "tp")
-    assert found["up.weight"].mesh.ranks == (0, 1, 2, 3)
+    assert {t.mesh for t in found.values()} == {er.Mesh.arange((2, 2), ("dp", "tp"))}
+
+
+def test_what_tp_leaves_alone_is_stated_on_a_submesh_only() -> None:
+    results = run_ranks(layouts_and_faults, 4, {"dp": 2, "tp": 2}, fsdp_over_tp)
+    assert [r["norm.weight"].mesh.ranks for r in results] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert all(r["up.weight"] == results[0]["up.weight"] for r in results)
 
 
 def uneven_fsdp_over_tp(me: Rank, dp: int, tp: int, sizes: list[int]) -> dict[int, tuple[list[int], str]]:
@@ -159,7 +163,7 @@ def test_fsdp_over_an_uneven_tp_split_is_refused_by_every_rank_alike() -> None:
     assert [r[7][0] for r in results] == [[0, 1], [4], [2, 3], [5], [], [6]]
     for rank, r in enumerate(results):
         shown = rank if rank in (4, 5) else 4
-        assert f"weight: FSDP over an uneven tensor-parallel split misstates what ranks [4, 5]" in r[7][1]
+        assert "weight: FSDP over an uneven tensor-parallel split misstates what ranks [4, 5]" in r[7][1]
         assert f"rank {shown} has" in r[7][1]
 
 

@@ -1,0 +1,218 @@
+"""The command line: `elastic-reshard demo | plan | bench`. Results go to standard output, progress to standard error.
+
+Exit codes: 0 done; 1 the work failed (a byte was wrong, a process was lost); 2 the input cannot be served.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from elastic_reshard.errors import LayoutError, PlanError, ReshardError
+from elastic_reshard.layout import ModelLayout, catalog
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    help="Weights resharded from M ranks to N.",
+)
+bench_app = typer.Typer(no_args_is_help=True, help="Measuring programs.")
+app.add_typer(bench_app, name="bench")
+_out, _err = Console(), Console(stderr=True)
+
+Model = Annotated[str, typer.Option(help="A model of the catalog.")]
+SourceOption = Annotated[str, typer.Option("--source", help="The trainers' parallelism, such as fsdp4 or tp2xpp2.")]
+DestinationOption = Annotated[str, typer.Option("--destination", help="The engines' parallelism, such as tp2xdp2.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def main() -> None:
+    """Entry point: errors of the package become one sentence and an exit code, never a traceback."""
+    try:
+        app()
+    except ReshardError as error:
+        _fail(error)
+
+
+def _fail(error: ReshardError) -> NoReturn:
+    _err.print(f"elastic-reshard: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    raise SystemExit(2 if isinstance(error, LayoutError | PlanError) else 1)
+
+
+def _layouts(model: str, source: str, destination: str) -> tuple[ModelLayout, ModelLayout, int, int]:
+    spec = catalog.model(model)
+    a, b = catalog.Parallelism.parse(source), catalog.Parallelism.parse(destination)
+    return catalog.layout(spec, a), catalog.layout(spec, b, first_rank=a.world), a.world, b.world
+
+
+def _need_memory(nbytes: int, what: str) -> None:
+    """Refuse what would not fit into the memory that is free now."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    if nbytes > free:
+        raise LayoutError(
+            f"{what} needs about {nbytes / 2**30:.1f} GiB of memory, {free / 2**30:.1f} GiB are free; choose a smaller model."
+        )
+
+
+def _most_processes(count: int) -> None:
+    if count > 64:
+        raise LayoutError(f"{count} members are {count} processes of this machine; at most 64 are started.")
+
+
+def _local_bytes(layout: ModelLayout, ranks: Sequence[int]) -> int:
+    return sum(layout.local_nbytes(rank) for rank in ranks)
+
+
+@app.command()
+def demo(
+    model: Model = "Qwen3-0.6B",
+    versions: Annotated[int, typer.Option(min=2, max=100, help="Refits by each method.")] = 5,
+    json_: Json = False,
+) -> None:
+    """Refit a model from 2 FSDP2 trainers to 4 inference members (TP2 DP2), several times, checked bit by bit."""
+    spec = catalog.model(model)
+    whole = spec.numel * 2
+    # Trainers twice while FSDP2 shards them, two engines, and the baseline's buckets.
+    _need_memory(5 * whole + (1 << 30), f"the demo with {spec.name}")
+    from elastic_reshard.bench.demo import play
+
+    with _Bar(2 * versions) as step:
+        rows = play(
+            model,
+            versions,
+            lambda rank, event: step(f"{event['method']}, version {event['version']}") if not rank else None,
+        )
+    if json_:
+        _out.print_json(json.dumps([_fields(r) for r in rows]))
+        return
+    table = Table(title=f"{spec.name}, {whole / 1e9:.2f} GB in bf16: FSDP2 x 2 -> TP2 DP2; every bit checked")
+    for column in ("method", "first refit", "later refits", "received", "pulled from mapped memory", "speed-up"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    slowest = rows[-1].warm
+    for r in rows:
+        table.add_row(
+            r.method,
+            f"{r.cold:.2f} s",
+            f"{r.warm:.3f} s",
+            _size(r.received),
+            _size(r.pulled),
+            f"{slowest / r.warm:.1f}x",
+        )
+    _out.print(table)
+
+
+def _fields(row: Any) -> dict[str, Any]:
+    """A row's fields, for JSON."""
+
+    return asdict(row)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes else "-"
+
+
+class _Bar:
+    """A bar on standard error; yields a function that advances it with a label."""
+
+    def __init__(self, total: int) -> None:
+        self.bar = Progress(
+            TextColumn("{task.description:<48}"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(), console=_err,
+        )  # fmt: skip
+        self.task = self.bar.add_task("starting processes", total=total)
+
+    def __enter__(self) -> Callable[[str], None]:
+        self.bar.start()
+        return lambda label: self.bar.update(self.task, advance=1, description=label)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+
+@app.command()
+def plan(
+    model: Model = "Qwen3-0.6B",
+    source: SourceOption = "fsdp4",
+    destination: DestinationOption = "tp2xdp2",
+    domain: Annotated[int, typer.Option(min=1, help="Members of one domain: they map each other's memory.")] = 8,
+    member: Annotated[int | None, typer.Option(help="Explain one member's part.")] = None,
+    landing: Annotated[bool, typer.Option(help="Land cells for a later install, as the elastic layer does.")] = False,
+    json_: Json = False,
+) -> None:
+    """Explain a refit between two layouts of a model: who sends what to whom, and what it costs at least."""
+    from elastic_reshard.plan import Plan, PlanOptions, Topology
+    from elastic_reshard.plan.explain import explain, to_json
+
+    a, b, sources, destinations = _layouts(model, source, destination)
+    # Source and destination hosts are unlike ones.
+    labels = [("s", i // domain) for i in range(sources)] + [("d", i // domain) for i in range(destinations)]
+    made = Plan.between(a, b, Topology.of(labels), PlanOptions(landing=landing))
+    if json_:
+        _out.print_json(json.dumps(to_json(made)))
+    else:
+        _out.print(explain(made, member), markup=False, highlight=False, soft_wrap=True)
+
+
+@bench_app.command("refit")
+def bench_refit(
+    model: Model = "Qwen3-0.6B",
+    source: SourceOption = "fsdp4",
+    destination: DestinationOption = "tp4",
+    repeats: Annotated[int, typer.Option(min=2, max=100)] = 5,
+    staging: Annotated[int, typer.Option(min=4, help="Staging of each member, MiB.")] = 64,
+    per_tensor: Annotated[bool, typer.Option(help="Also the baselines that go tensor by tensor; slow.")] = True,
+    json_: Json = False,
+) -> None:
+    """The reshard against gather-and-broadcast and memcpy, in one run, every byte checked after each method."""
+    a, b, sources, destinations = _layouts(model, source, destination)
+    _most_processes(sources + destinations)
+    held = _local_bytes(a, range(sources)) + _local_bytes(b, range(sources, sources + destinations))
+    _need_memory(3 * held + (sources + destinations) * (256 << 20), "this benchmark")
+    from elastic_reshard.bench.refit import Setup, measure
+
+    setup = Setup(a, b, sources, destinations, repeats, staging << 20, per_tensor)
+    methods = 8 + 2 * per_tensor
+    with _Bar(methods) as step:
+        rows = measure(setup, lambda rank, event: step(event["method"]) if not rank else None)
+    if json_:
+        _out.print_json(json.dumps([r.to_data() for r in rows]))
+        return
+    from elastic_reshard.bench.tables import refit_table
+
+    _out.print(refit_table(f"{model} {source} -> {destination}, {a.nbytes / 1e9:.2f} GB, {repeats} repeats", rows))
+
+
+@bench_app.command("plan")
+def bench_plan(
+    members: Annotated[str, typer.Option(help="Group sizes, separated by commas.")] = "64,256,1024,4096,10000",
+    repeats: Annotated[int, typer.Option(min=1, max=100)] = 3,
+    json_: Json = False,
+) -> None:
+    """The time to plan one member's slice, against a pairwise planner."""
+    try:
+        sizes = [int(n) for n in members.split(",")]
+    except ValueError:
+        raise LayoutError(f"--members wants numbers separated by commas, got {members!r}.") from None
+    from elastic_reshard.bench import plan as bench
+
+    rows = bench.run(sizes, repeats)
+    _out.print_json(json.dumps(rows)) if json_ else _out.print(bench.table(rows))
+
+
+if __name__ == "__main__":
+    main()
