@@ -58,7 +58,10 @@ class BaselineOptions:
             raise LayoutError(f"baseline: depth={self.depth} and pack={self.pack} must be at least 1")
 
     def __str__(self) -> str:
-        size = "per tensor" if self.pack is None else f"{self.pack / MIB:g} MiB buckets"
+        size = "per tensor"
+        if self.pack is not None:
+            whole = self.pack % MIB == 0
+            size = f"{self.pack // MIB} MiB buckets" if whole else f"buckets of {self.pack} bytes"
         return f"{'all-gather' if self.gather == 'all' else 'one root'} + broadcast, {size}, {self.wire}"
 
 

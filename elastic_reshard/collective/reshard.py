@@ -14,12 +14,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import cached_property
+from typing import Literal, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
 
+from elastic_reshard.arena import raw
 from elastic_reshard.collective.agree import Header, all_told, bodies
 from elastic_reshard.collective.fragments import Fragment, describe, fingerprint, joined, local_tensors
 from elastic_reshard.collective.groups import Member, resolve
@@ -145,15 +148,9 @@ def reshard(
     """
     end = time.monotonic() + deadline
     member = resolve(group, topology, deadline, interface)
-    options = PlanOptions(message=message, staging=staging)
-    wire: WireDtype = None
-    if isinstance(wire_dtype, torch.dtype):
-        wire = dtype_name(wire_dtype)
-    elif wire_dtype is not None:
-        wire = {name: dtype_name(d) for name, d in wire_dtype.items()}
     asked = _Asked(
         source, destination, source_layout, destination_layout,
-        tuple(correspondences) if correspondences is not None else None, wire, verify, options,
+        tuple(correspondences) if correspondences is not None else None, wire_dtype, verify, staging, message,
     )  # fmt: skip
     call = _Call(member, asked, end)
     return Handle(call) if async_op else call.run()
@@ -161,19 +158,34 @@ def reshard(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments of one call."""
+    """The arguments of one call, as given: what is wrong with them is refused inside the call, where others hear it."""
 
     source: Mapping[str, torch.Tensor] | None
     destination: Mapping[str, torch.Tensor] | None
     source_layout: ModelLayout | None
     destination_layout: ModelLayout | None
     correspondences: tuple[Correspondence, ...] | None
-    wire: WireDtype
+    wire_dtype: torch.dtype | Mapping[str, torch.dtype] | None
     verify: Verify
-    options: PlanOptions
+    staging: int
+    message: int
+
+    @cached_property
+    def wire(self) -> WireDtype:
+        """Dtypes by name; LayoutError for one that cannot be moved."""
+        if isinstance(self.wire_dtype, Mapping):
+            return {name: dtype_name(d) for name, d in self.wire_dtype.items()}
+        return dtype_name(self.wire_dtype) if self.wire_dtype is not None else None
+
+    @cached_property
+    def options(self) -> PlanOptions:
+        """PlanError for sizes that do not fit each other."""
+        return PlanOptions(message=self.message, staging=self.staging)
 
     def digest(self, topology: Topology) -> bytes:
         """Of everything that must be equal on all members."""
+        if self.verify not in get_args(Verify):
+            raise PlanError(f"verify is {self.verify!r}; it must be one of {', '.join(get_args(Verify))}")
         wire = sorted(self.wire.items()) if isinstance(self.wire, Mapping) else self.wire
         said = repr((self.options, wire, self.correspondences, self.verify, topology.domains))
         return xxhash.xxh3_128(said.encode()).digest()
@@ -245,7 +257,7 @@ class _Call:
                 _log.warning("reshard.refused", member=self.endpoint.rank, error=str(error))
             else:
                 _log.error("reshard.failed", member=self.endpoint.rank, error=str(error))
-                self.endpoint.close()
+                self.endpoint.fail(error)
             raise
         finally:
             busy.release()
@@ -270,11 +282,11 @@ class _Call:
         self.memo["calls"] = number + 1
         try:
             described = self._described()
+            options = self.asked.digest(self.endpoint.topology)
         except ReshardError as error:
             self._refuse(number, error)
             raise
         source, destination, views = described.source, described.destination, described.views
-        options = self.asked.digest(self.endpoint.topology)
         guess = self.memo.get((source.content_id, destination.content_id, options), bytes(16))
         assert isinstance(guess, bytes)
         plan = _kept(guess)
@@ -398,7 +410,7 @@ class _Call:
             return 0
         if self.asked.verify not in bound.verifications:
             bound.verifications[self.asked.verify] = Verification(
-                bound.slice, bound.views, full=self.asked.verify == "full"
+                bound.slice, bound.views, full=self.asked.verify == "full", cast=self.asked.wire is not None
             )
         calls = self.memo["calls"]
         assert isinstance(calls, int)
@@ -411,7 +423,11 @@ def _close(fds: Sequence[int]) -> None:
 
 
 def _refuse_shared(views: Views) -> None:
-    """ArenaError when a destination tensor lies in memory of a source tensor: it would be overwritten while read."""
+    """ArenaError when a destination tensor has memory in common with a source tensor (it would be overwritten while
+    read), with another destination tensor, or with itself. Views that lie between each other's elements are fine."""
+    for (_, name), t in views.destination.items():
+        if t.numel() and any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True)):
+            raise ArenaError(f"{name} has one memory for several elements (expanded); clone it before it is written")
 
     def spans(tensors: Mapping[tuple[int, str], torch.Tensor], side: int) -> list[tuple[int, int, int, str]]:
         found = []
@@ -422,13 +438,22 @@ def _refuse_shared(views: Views) -> None:
                 found.append((begin, begin + (last + 1) * t.element_size(), side, name))
         return found
 
-    ordered = sorted(spans(views.source, 0) + spans(views.destination, 1))
-    reach = [(0, ""), (0, "")]
-    for begin, end, side, name in ordered:
-        for other in (1,) if side == 0 else (0, 1):
-            if begin < reach[other][0]:
+    tables = (views.source, views.destination)
+    reaching: list[tuple[int, int, str]] = []
+    for begin, end, side, name in sorted(spans(views.source, 0) + spans(views.destination, 1)):
+        reaching = [other for other in reaching if other[0] > begin]
+        for _, of, other in reaching:
+            if (side or of) and _overlap(tables[side][0, name], tables[of][0, other]):
                 raise ArenaError(
-                    f"{reach[other][1]} and {name} share memory, and {'both are' if side == other else 'one is'} written "
+                    f"{other} and {name} share memory, and {'both are' if side == of else 'one is'} written "
                     "by this call; give destination tensors memory of their own (er.empty_like)"
                 )
-        reach[side] = max(reach[side], (end, name))
+        reaching.append((end, side, name))
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have an element's memory in common; True when that is too hard to tell."""
+    try:
+        return bool(np.shares_memory(raw(a), raw(b), max_work=100_000))
+    except np.exceptions.TooHardError:
+        return True

@@ -27,8 +27,8 @@ _TAG = 17
 class Verification:
     """Prepared once per program. Both ends of a pair look at the same legs, in the same order."""
 
-    def __init__(self, s: Slice, views: Views, *, full: bool) -> None:
-        self.slice, self.views, self.full = s, views, full
+    def __init__(self, s: Slice, views: Views, *, full: bool, cast: bool = False) -> None:
+        self.slice, self.views, self.full, self.cast = s, views, full, cast
         legs = s.legs
         keys = (legs.last, legs.first, legs.ordinal, legs.region, legs.tensor, legs.kind)
         rows = np.lexsort(keys) if len(legs) else np.zeros(0, dtype=np.int64)
@@ -109,7 +109,8 @@ class Verification:
         for at, size in boxes_of_range(extent, first, last):
             index = (..., *(slice(o + a, o + a + n) for o, a, n in zip(origin, at, size, strict=True)))
             parts.append(np.ascontiguousarray(whole[index]).reshape(-1).view(np.uint8))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        data: npt.NDArray[np.uint8] = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return _one_nan(data, ref.dtype) if self.cast else data
 
     def _memory(self, i: int, *, out: bool) -> Any:
         legs = self.slice.legs
@@ -131,6 +132,25 @@ class Verification:
         lo, extent = legs.lo[i, : ref.dims].tolist(), legs.extent[i, : ref.dims].tolist()
         box = ", ".join(f"{a}:{a + n}" for a, n in zip(lo, extent, strict=True))
         return ref.name, f"[{box}] elements {int(legs.first[i])}:{int(legs.last[i])}"
+
+
+# Of float dtypes whose casts run in vectors: all bits but the sign, and those of infinity.
+_MAGNITUDE = {
+    "bfloat16": (0x7FFF, 0x7F80),
+    "float16": (0x7FFF, 0x7C00),
+    "float32": (0x7FFFFFFF, 0x7F800000),
+    "float64": (0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
+}
+
+
+def _one_nan(data: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[np.uint8]:
+    """With all NaNs alike: which one a cast makes depends on its place in torch's vectors (measured)."""
+    if dtype not in _MAGNITUDE:
+        return data
+    magnitude, infinity = _MAGNITUDE[dtype]
+    bits = data.view(f"i{itemsize(dtype)}")
+    nan = (bits & bits.dtype.type(magnitude)) > infinity
+    return np.where(nan, bits.dtype.type(magnitude), bits).view(np.uint8) if nan.any() else data
 
 
 class _Cast:

@@ -60,7 +60,7 @@ class Mesh:
 
     def coordinates(self) -> npt.NDArray[np.int64]:
         """Coordinate of each rank in C order: int64 [size, axes]."""
-        return np.indices(self.shape, dtype=np.int64).reshape(len(self.shape), -1).T
+        return np.indices(self.shape, dtype=np.int64).reshape(len(self.shape), self.size).T
 
     def __str__(self) -> str:
         return "x".join(f"{a}={n}" for a, n in zip(self.axes, self.shape, strict=True)) or "scalar"

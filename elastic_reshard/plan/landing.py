@@ -24,7 +24,7 @@ from elastic_reshard.plan.overlap import intersecting, ragged
 from elastic_reshard.plan.rounds import Rounds
 from elastic_reshard.plan.routing import Routes
 
-__all__ = ["CellRoutes", "landed_cells", "landing_legs"]
+__all__ = ["CellRoutes", "landed_cells", "landed_load", "landing_legs"]
 
 _Bool = npt.NDArray[np.bool_]
 
@@ -78,6 +78,21 @@ def landed_cells(
     return (cell[row[same]], entry[same]) if same.any() else None
 
 
+def landed_load(g: Geometry, grid: CellGrid, number: int, landed: tuple[Int, Int]) -> tuple[Int, int]:
+    """(members that hold landed cells of a tensor, about the most bytes any of them sends to domains that lack them)."""
+    s, (cell, entry) = g.seekers, landed
+    group = s.entry_group[entry]
+    region = s.region[group]
+    base = grid.tensors[number].base
+    nbytes = volumes(s.lo, s.hi) * g.itemsize // np.maximum(1, np.diff(base)[s.table_region])
+    groups = max(1, len(s.region))
+    supplied = np.bincount(np.unique(cell * groups + group) // groups, minlength=int(cell.max()) + 1)
+    lacking = np.diff(s.groups)[region] - supplied[cell]
+    sent = np.zeros(len(g.domains), dtype=np.int64)
+    np.add.at(sent, s.member[entry], -(-nbytes[region] * lacking // np.bincount(cell)[cell]))
+    return np.unique(s.member[entry]), int(sent.max())
+
+
 @dataclass(frozen=True, eq=False)
 class _Pairs:
     """(cell, atom) pairs of the relevant regions: the box they share."""
@@ -114,7 +129,8 @@ class CellRoutes:
         self.pairs = self._pairs()
         covered = np.zeros(len(self.numel), dtype=np.int64)
         np.add.at(covered, self.pairs.cell, self.pairs.numel)
-        self.lost: _Bool = covered < self.numel
+        self.missing = self.numel - covered
+        self.lost: _Bool = self.missing > 0
         self._place(landed)
 
     def _pairs(self) -> _Pairs:
@@ -161,6 +177,13 @@ class CellRoutes:
         slot = self.slot_of(at[known], self.s.entry_group[landed[1][known]])
         by = np.lexsort((landed[1][known], slot))
         return slot[by], landed[1][known][by]
+
+    def unheld(self) -> Int:
+        """Elements of each region that no source has, in cells that nobody landed: [all regions of the geometry]."""
+        ptr, _ = self._held_by_cell
+        gone = np.zeros(len(self.s.lo), dtype=np.int64)
+        np.add.at(gone, self.region, np.where(np.diff(ptr) == 0, self.missing, 0))
+        return gone
 
     def slot_of(self, cell: Int, group: Int) -> Int:
         """The slot of (cell, group)."""
@@ -211,14 +234,25 @@ class CellRoutes:
             return s[sender]
         return np.where(landed, s[np.minimum(sender, len(s) - 1)], h[np.minimum(sender, len(h) - 1)])
 
-    def shipments(self) -> tuple[Int, Int]:
-        """(slot, pair) of everything that enters a domain; pair -1 for a lost cell, which comes whole."""
+    def _concerning(self, member: int) -> _Bool:
+        """Slots of the member's own groups, and of cells that it holds anything of."""
+        ptr, held = self._held_by_cell
+        cell = np.zeros(len(self.numel), dtype=bool)
+        cell[self.pairs.cell[self.routes.holds(self.pairs.atom, member)]] = True
+        cell[np.repeat(np.arange(len(cell)), np.diff(ptr))[self.s.member[held] == member]] = True
+        mine: _Bool = np.isin(self.slot_group, self.s.entry_group[self.s.entries_of(member)])
+        return mine | cell[self.slot_cell]
+
+    def shipments(self, member: int | None = None) -> tuple[Int, Int]:
+        """(slot, pair) of everything that enters a domain; pair -1 for a lost cell, which comes whole. For one member:
+        at least all that it sends or receives."""
         p = self.pairs
-        landing = np.flatnonzero(self.lands & ~self.lost[self.slot_cell])
+        lands = self.lands if member is None else self.lands & self._concerning(member)
+        landing = np.flatnonzero(lands & ~self.lost[self.slot_cell])
         row, pair = self.pairs_of(landing)
         slot = landing[row]
         far = self.routes.local_at(p.atom[pair], self.slot_group[slot]) < 0
-        whole = np.flatnonzero(self.lands & self.lost[self.slot_cell])
+        whole = np.flatnonzero(lands & self.lost[self.slot_cell])
         return (
             np.concatenate([slot[far], whole]),
             np.concatenate([pair[far], np.full(len(whole), -1, dtype=np.int64)]),
@@ -244,7 +278,7 @@ class CellRoutes:
 
     def _transfer(self, member: int, turns: Int) -> Iterable[Legs]:
         """What the member sends into other domains and receives into its own."""
-        slot, pair = self.shipments()
+        slot, pair = self.shipments(member)
         if not len(slot):
             return
         s = self.s

@@ -82,16 +82,21 @@ class Ledger:
                 found |= bits
         return found
 
+    @cached_property
+    def _by_cell(self) -> tuple[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]], ...]:
+        """(cell, member) of every bit set, sorted, per target."""
+        found = []
+        for target in range(len(self.cells)):
+            held = [(np.flatnonzero(bits), member) for (t, member), bits in sorted(self.held.items()) if t == target]
+            none = np.zeros(0, dtype=np.int64)
+            cell = np.concatenate([none, *(at for at, _ in held)])
+            member_ = np.concatenate([none, *(np.full(len(at), member, dtype=np.int64) for at, member in held)])
+            order = np.argsort(cell, kind="stable")
+            found.append((cell[order], member_[order]))
+        return tuple(found)
+
     def holders(self, target: int, first: int, last: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(cell - first, member) of every bit set among cells first:last, sorted."""
-        cells, members = [], []
-        for (t, member), bits in sorted(self.held.items()):
-            if t == target:
-                at = np.flatnonzero(bits[first:last])
-                cells.append(at)
-                members.append(np.full(len(at), member, dtype=np.int64))
-        if not cells:
-            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-        cell, member_ = np.concatenate(cells), np.concatenate(members)
-        order = np.lexsort((member_, cell))
-        return cell[order].astype(np.int64), member_[order]
+        cell, member = self._by_cell[target]
+        a, b = np.searchsorted(cell, [first, last])
+        return cell[a:b] - first, member[a:b]

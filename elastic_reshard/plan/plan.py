@@ -21,12 +21,13 @@ from elastic_reshard.layout.model import ModelLayout, WireDtype, match
 from elastic_reshard.layout.table import Int, volumes
 from elastic_reshard.layout.tensor import TensorLayout
 from elastic_reshard.plan.cells import CellGrid
-from elastic_reshard.plan.geometry import Geometry, holders_of, seekers_of
-from elastic_reshard.plan.landing import landing_legs
+from elastic_reshard.plan.geometry import Atoms, Geometry, holders_of, seekers_of
+from elastic_reshard.plan.landing import CellRoutes, landed_cells, landed_load, landing_legs
 from elastic_reshard.plan.ledger import Ledger
 from elastic_reshard.plan.legs import Legs, streaming_legs
 from elastic_reshard.plan.parties import Destination, Source, Topology
 from elastic_reshard.plan.rounds import Rounds, schedule
+from elastic_reshard.plan.routing import Routes
 from elastic_reshard.plan.slices import Slice, TensorRef, assemble
 
 __all__ = ["PLANNER_VERSION", "Plan", "PlanOptions"]
@@ -85,6 +86,11 @@ class Plan:
         if self.ledger is not None and not self.options.landing:
             raise PlanError("a ledger belongs to landing plans; pass PlanOptions(landing=True)")
         _ = self._refs
+        if self.ledger is not None and self.ledger.cells != tuple(grid.count for grid in self.cells):
+            raise PlanError(
+                f"the ledger counts {self.ledger.cells} cells, the destination layouts have "
+                f"{tuple(grid.count for grid in self.cells)}: it belongs to other layouts or another cell size"
+            )
         self._refuse_lost()
 
     @classmethod
@@ -210,7 +216,19 @@ class Plan:
     @cached_property
     def rounds(self) -> Rounds:
         """The rounds of all tensors."""
-        return schedule(self.geometries, self.geometry_of, self.topology.size, self.options.staging)
+        return schedule(self.geometries, self.geometry_of, self.topology.size, self.options.staging, self._landed)
+
+    @cached_property
+    def _landed(self) -> dict[int, tuple[Int, int]]:
+        """Of each tensor with landed cells, who holds them and the most that any of them sends."""
+        found = {}
+        for t, ref in enumerate(self.tensors if self.ledger is not None else ()):
+            grid, g = self.cells[ref.target], self.geometries[self.geometry_of[t]]
+            number = grid.index[ref.name]
+            landed = landed_cells(g, grid, number, ref.target, self.ledger)
+            if landed is not None:
+                found[t] = landed_load(g, grid, number, landed)
+        return found
 
     @cached_property
     def cells(self) -> tuple[CellGrid, ...]:
@@ -260,21 +278,22 @@ class Plan:
         for number, g in enumerate(self.geometries):
             regions = np.arange(len(g.seekers.lo), dtype=np.int64)
             atoms = g.atoms(regions)
-            found = np.zeros(len(regions), dtype=np.int64)
-            np.add.at(found, atoms.region, atoms.numel)
-            wanted = volumes(g.seekers.lo, g.seekers.hi)
-            for k in np.flatnonzero(found < wanted):
-                box = Box(tuple(g.seekers.lo[k].tolist()), tuple(g.seekers.hi[k].tolist()))
-                for t in np.flatnonzero(np.asarray(self.geometry_of) == number):
-                    ref = self.tensors[t]
-                    if not self._landed_everywhere(ref, box):
-                        lost.append((ref.name, f"{wanted[k] - found[k]} elements of {box}"))
+            gone = volumes(g.seekers.lo, g.seekers.hi)
+            np.subtract.at(gone, atoms.region, atoms.numel)
+            if not gone.any():
+                continue
+            for t in np.flatnonzero(np.asarray(self.geometry_of) == number):
+                ref = self.tensors[t]
+                left = gone if self.ledger is None else self._not_landed(ref, g, atoms)
+                for k in np.flatnonzero(left):
+                    box = Box(tuple(g.seekers.lo[k].tolist()), tuple(g.seekers.hi[k].tolist()))
+                    lost.append((ref.name, f"{left[k]} elements of {box}"))
         if lost:
             raise ShardLost(lost)
 
-    def _landed_everywhere(self, ref: TensorRef, box: Box) -> bool:
-        """Whether every cell of the region is held by somebody who is present."""
-        if self.ledger is None:
-            return False
-        cells = self.cells[ref.target].cells_of(ref.name, box)
-        return bool(self.ledger.held_by_any(ref.target, self.absent)[cells].all())
+    def _not_landed(self, ref: TensorRef, g: Geometry, atoms: Atoms) -> Int:
+        """Of each region, the elements that no source has and that lie in cells nobody present has landed."""
+        grid = self.cells[ref.target]
+        number = grid.index[ref.name]
+        landed = landed_cells(g, grid, number, ref.target, self.ledger)
+        return CellRoutes(Routes(atoms), np.arange(len(g.seekers.lo)), grid, number, landed).unheld()

@@ -6,7 +6,7 @@ turn (pipeline stages send side by side), each at the earliest round at which it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -88,8 +88,17 @@ def _near_copies(g: Geometry) -> Int:
     return np.where(readers[domain] == 0, 0, np.where(alone, 1, 3))
 
 
-def schedule(geometries: Sequence[Geometry], of_tensor: Sequence[int], members: int, staging: int) -> Rounds:
-    """Rounds for tensors of these geometries, `of_tensor[t]` each one's. Pure and equal on every member."""
+def schedule(
+    geometries: Sequence[Geometry],
+    of_tensor: Sequence[int],
+    members: int,
+    staging: int,
+    landed: Mapping[int, tuple[Int, int]],
+) -> Rounds:
+    """Rounds for tensors of these geometries, `of_tensor[t]` each one's. Pure and equal on every member.
+
+    landed: of tensors with landed cells, who holds them and the most bytes any of them sends.
+    """
     budget = max(1, staging // _SHARE_OF_STAGING)
     weights = [_weights(g) for g in geometries]
     senders = [np.unique(g.holders.member) for g in geometries]
@@ -99,17 +108,20 @@ def schedule(geometries: Sequence[Geometry], of_tensor: Sequence[int], members: 
     first, parts = (np.zeros(len(of_tensor), dtype=np.int64) for _ in range(2))
     for t in order:
         g = of_tensor[t]
-        sent, received = weights[g]
-        start = max(int(busy_out[senders[g]].max(initial=0)), int(busy_in[receivers[g]].max(initial=0)))
+        (sent, received), sending = weights[g], senders[g]
+        if int(t) in landed:
+            holders, load = landed[int(t)]
+            sent, sending = max(sent, load), np.union1d(sending, holders)
+        start = max(int(busy_out[sending].max(initial=0)), int(busy_in[receivers[g]].max(initial=0)))
         first[t] = start // budget
         most = max(sent, received)
         if most > budget * _FILL[0] // _FILL[1]:
             parts[t] = -(-most * _FILL[1] // (budget * _FILL[0]))
             end = int(first[t] + parts[t]) * budget  # whose last round nothing else shares
-            busy_out[senders[g]] = busy_in[receivers[g]] = end
+            busy_out[sending] = busy_in[receivers[g]] = end
         else:
             parts[t] = 1
-            busy_out[senders[g]] = start + sent
+            busy_out[sending] = start + sent
             busy_in[receivers[g]] = start + received
     return Rounds(first, parts, order, int((first + parts).max(initial=0)), max(1, budget // _PIECES))
 

@@ -20,7 +20,7 @@ from typing import Self
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from elastic_reshard.arena import DomainChannel, HostArena, Listener, connect_mesh
-from elastic_reshard.errors import LayoutError, TransferError, TransferTimeout
+from elastic_reshard.errors import LayoutError, PeerLost, TransferError, TransferTimeout
 from elastic_reshard.log import logger
 from elastic_reshard.plan import Topology
 from elastic_reshard.transport.network import GlooNetwork, Network
@@ -100,7 +100,8 @@ class Endpoint:
         domains: a label per member (equal on all); None: members of one host are one domain. Members with equal labels
         must be able to map each other's memory: LayoutError if they cannot.
         interface: network device for gloo; None: loopback when all members are on one host, else gloo's choice.
-        Blocks at most about `timeout` seconds; TransferTimeout names the members that did not come.
+        Blocks at most about `timeout` seconds; TransferTimeout names the members that did not come, PeerLost one that
+        came and ended.
         """
         deadline = time.monotonic() + timeout
         if domains is not None and len(domains) != size:
@@ -158,6 +159,16 @@ class Endpoint:
             self._staging = HostArena(nbytes, "staging")
         return self._staging
 
+    def fail(self, error: BaseException) -> None:
+        """Close after an error. A PeerLost that names members who only left because of another one's end is made to name
+        that one, if its end can be seen from here; waits for that a moment (0.4 s)."""
+        if isinstance(error, PeerLost) and not self.closed:
+            ended = self.ended(_EVIDENCE_S)
+            if ended and ended != error.members:
+                error.members = ended
+                error.args = (f"member {', '.join(map(str, ended))} ended; so {error.args[0]}",)
+        self.close()
+
     def close(self) -> None:
         """Close every connection, descriptor and buffer. Idempotent; does not block. Peers that wait for this member
         get PeerLost."""
@@ -209,14 +220,19 @@ def _refuse_strangers(everyone: Sequence[Identity]) -> None:
 
 
 def _pidfds(me: Identity, everyone: Sequence[Identity]) -> dict[int, int]:
-    """Descriptors that tell of a process's end, for those in the same process-id space."""
+    """Descriptors that tell of a process's end, for those in the same process-id space. PeerLost for one that ended."""
     found: dict[int, int] = {}
     for i in everyone:
         if i.pid_space == me.pid_space and i.pid != me.pid:
             try:
                 found[i.member] = os.pidfd_open(i.pid)
-            except ProcessLookupError:
-                continue  # ended already: forming the network says so, with a deadline
+            except ProcessLookupError as error:
+                _close_fds(found)
+                raise PeerLost(
+                    f"member {i.member} (process {i.pid}) came to form the group and has ended since; form it anew, under "
+                    "a new prefix, without it or with a new one",
+                    (i.member,),
+                ) from error
     return found
 
 

@@ -33,12 +33,19 @@ class Pending(Protocol):
 
 
 class Network(Protocol):
-    """Sends and receives of flat, contiguous uint8 CPU tensors. One thread uses it at a time."""
+    """Sends and receives of flat, contiguous uint8 CPU tensors. One thread uses it at a time.
 
-    def send(self, peer: int, buffer: torch.Tensor) -> Pending:
-        """Start a send; returns at once. The n-th send to a peer meets the peer's n-th receive from here."""
+    Every message of a pair and direction has a sequence number; a send meets the receive of the same number, in whatever
+    order they are started.
+    """
 
-    def receive(self, peer: int, buffer: torch.Tensor) -> Pending:
+    def reserve(self, peer: int, sends: int, receives: int) -> tuple[int, int]:
+        """Take numbers for messages that will be started out of order: the first of each. Both ends reserve alike."""
+
+    def send(self, peer: int, buffer: torch.Tensor, number: int | None = None) -> Pending:
+        """Start a send of the next number, or of a reserved one; returns at once."""
+
+    def receive(self, peer: int, buffer: torch.Tensor, number: int | None = None) -> Pending:
         """Start a receive of exactly the buffer's size; returns at once."""
 
     def close(self) -> None:
@@ -121,14 +128,18 @@ class GlooNetwork:
                 evidence() or tuple(m for m in range(size) if m != rank),
             ) from error
 
-    def send(self, peer: int, buffer: torch.Tensor) -> Pending:
-        tag = self._sent[peer] % _TAGS
-        self._sent[peer] += 1
+    def reserve(self, peer: int, sends: int, receives: int) -> tuple[int, int]:
+        first = self._sent[peer], self._received[peer]
+        self._sent[peer] += sends
+        self._received[peer] += receives
+        return first
+
+    def send(self, peer: int, buffer: torch.Tensor, number: int | None = None) -> Pending:
+        tag = (self.reserve(peer, 1, 0)[0] if number is None else number) % _TAGS
         return self._start(lambda g: g.send([buffer], peer, tag), peer, "sending to")
 
-    def receive(self, peer: int, buffer: torch.Tensor) -> Pending:
-        tag = self._received[peer] % _TAGS
-        self._received[peer] += 1
+    def receive(self, peer: int, buffer: torch.Tensor, number: int | None = None) -> Pending:
+        tag = (self.reserve(peer, 0, 1)[1] if number is None else number) % _TAGS
         return self._start(lambda g: g.recv([buffer], peer, tag), peer, "receiving from")
 
     def _start(self, begin: Callable[[dist.ProcessGroupGloo], dist.Work], peer: int, what: str) -> Pending:

@@ -29,9 +29,10 @@ _Array = npt.NDArray[Any]
 @dataclass
 class Message:
     """One send or receive: a flat uint8 buffer, and the copies before a send or after a receive (None: the buffer is
-    the tensor's own memory)."""
+    the tensor's own memory). `number` counts the messages of its pair and direction, alike at both ends."""
 
     peer: int
+    number: int
     buffer: torch.Tensor
     copies: Copies | None
 
@@ -280,8 +281,13 @@ def bind(plan: StagingPlan, staging: HostArena | None, peers: dict[int, PeerView
     legs = plan.legs
     program = [Round() for _ in range(rounds)]
     memory = staging.bytes if staging is not None else np.zeros(0, dtype=np.uint8)
+    counted: dict[tuple[int, bool], int] = {}
     for number, rows in plan.messages.items():
-        _bind_message(plan, program[legs.round[rows[0]]], number, rows, memory)
+        pair = (legs.peer[rows[0]], legs.out[rows[0]])
+        message = _bind_message(plan, number, rows, counted.setdefault(pair, 0), memory)
+        counted[pair] += 1
+        r = program[legs.round[rows[0]]]
+        (r.sends if pair[1] else r.receives).append(message)
     pulls: dict[tuple[int, int, int, bool], Pull] = {}
     staged_done: set[tuple[int, Staged]] = set()
     for i in plan.rows:
@@ -307,7 +313,9 @@ def _typed(memory: npt.NDArray[np.uint8], at: int, nbytes: int, item: int) -> _A
     return found
 
 
-def _bind_message(plan: StagingPlan, r: Round, number: int, rows: list[int], memory: npt.NDArray[np.uint8]) -> None:
+def _bind_message(
+    plan: StagingPlan, number: int, rows: list[int], place: int, memory: npt.NDArray[np.uint8]
+) -> Message:
     legs, out = plan.legs, plan.legs.out[rows[0]]
     copies: Copies | None = None
     if number in plan.place:
@@ -326,7 +334,7 @@ def _bind_message(plan: StagingPlan, r: Round, number: int, rows: list[int], mem
         if straight is None:
             raise PlanError(f"message {number} has neither staging nor memory of its own")
         buffer = straight.view(np.uint8)
-    (r.sends if out else r.receives).append(Message(legs.peer[rows[0]], torch.from_numpy(buffer), copies))
+    return Message(legs.peer[rows[0]], place, torch.from_numpy(buffer), copies)
 
 
 def _bind_served(

@@ -1,6 +1,7 @@
 """Running a program: the rounds of a plan over a network and a domain's memory. Nothing else moves bytes.
 
-Two rounds are under way at a time: while the network carries one, the domain exchanges the one before.
+Two rounds are under way at a time: while the network carries one, the domain exchanges the one before. Messages that go
+straight from tensor to tensor need no staging, so they are started some rounds ahead: the network is never idle.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 from elastic_reshard.errors import TransferTimeout
 from elastic_reshard.transport.endpoint import Endpoint
 from elastic_reshard.transport.network import Pending
-from elastic_reshard.transport.program import Program, Pull, Round
+from elastic_reshard.transport.program import Message, Program, Pull, Round
 
 __all__ = ["Tally", "run"]
 
 # Tags on the domain channel. Rounds need none of their own: messages of one tag stay in order.
 _STAGED, _LANDED, _READ, _FINISHED = 1, 2, 3, 4
+# Rounds that straight messages run ahead: some hundred messages under way, which gloo takes 1.3 times as fast as 16.
+_AHEAD = 16
 
 
 @dataclass
@@ -40,30 +43,35 @@ def run(program: Program, endpoint: Endpoint, deadline: float) -> Tally:
     """
     try:
         return _Run(program, endpoint, deadline).run()
-    except BaseException:
-        endpoint.close()
+    except BaseException as error:
+        endpoint.fail(error)
         raise
 
 
 class _Run:
     def __init__(self, program: Program, endpoint: Endpoint, deadline: float) -> None:
         self.program, self.endpoint, self.deadline = program, endpoint, deadline
-        self.sends: list[list[Pending]] = [[] for _ in program.rounds]
-        self.receives: list[list[Pending]] = [[] for _ in program.rounds]
+        self.sends: list[dict[int, Pending]] = [{} for _ in program.rounds]
+        self.receives: list[dict[int, Pending]] = [{} for _ in program.rounds]
+        self.first: dict[int, tuple[int, int]] = {}
+        self.ahead = 0
         self.tally = Tally()
 
     def run(self) -> Tally:
         begun = time.monotonic()
         rounds = self.program.rounds
+        self._reserve()
         for number in range(len(rounds) + 1):
             if time.monotonic() >= self.deadline:
                 raise self._late(number)
+            self._start_straight(number + _AHEAD)
             if number < len(rounds):
                 self._begin(number, rounds[number])
             if number:
                 self._finish(number - 1, rounds[number - 1])
         for pending in self.sends:
-            self._wait(pending)
+            for one in pending.values():
+                one.wait(self.deadline)
         for r in rounds[-2:]:  # the others' words were heard before their half was used again
             for reader in sorted(r.readers):
                 self._hear(reader, _READ)
@@ -74,26 +82,59 @@ class _Run:
         self.tally.seconds = time.monotonic() - begun
         return self.tally
 
+    def _reserve(self) -> None:
+        """Numbers for all messages of the run, pair by pair."""
+        count: dict[int, list[int]] = {}
+        for r in self.program.rounds:
+            for side, messages in enumerate((r.sends, r.receives)):
+                for message in messages:
+                    count.setdefault(message.peer, [0, 0])[side] += 1
+        self.first = {peer: self.endpoint.network.reserve(peer, *n) for peer, n in count.items()}
+
+    def _start_straight(self, until: int) -> None:
+        """Start messages between tensors of all rounds before `until`."""
+        rounds = self.program.rounds
+        while self.ahead < min(until, len(rounds)):
+            r, number = rounds[self.ahead], self.ahead
+            for i, message in enumerate(r.receives):
+                if message.copies is None:
+                    self._receive(number, i, message)
+            for i, message in enumerate(r.sends):
+                if message.copies is None:
+                    self._send(number, i, message)
+            self.ahead += 1
+
+    def _receive(self, number: int, i: int, message: Message) -> None:
+        place = self.first[message.peer][1] + message.number
+        self.receives[number][i] = self.endpoint.network.receive(message.peer, message.buffer, place)
+        self.tally.received += message.buffer.numel()
+
+    def _send(self, number: int, i: int, message: Message) -> None:
+        place = self.first[message.peer][0] + message.number
+        self.sends[number][i] = self.endpoint.network.send(message.peer, message.buffer, place)
+        self.tally.sent += message.buffer.numel()
+
     def _begin(self, number: int, r: Round) -> None:
-        """Everything of a round that waits for nobody, once its half of the staging is free."""
+        """Everything of a round that needs its half of the staging, once that is free; it waits for nobody else."""
         if number >= 2:
-            self._wait(self.sends[number - 2])
+            for i, message in enumerate(self.program.rounds[number - 2].sends):
+                if message.copies is not None:
+                    self.sends[number - 2].pop(i).wait(self.deadline)
             for reader in sorted(self.program.rounds[number - 2].readers):
                 self._hear(reader, _READ)
-        for message in r.receives:
-            self.receives[number].append(self.endpoint.network.receive(message.peer, message.buffer))
-            self.tally.received += message.buffer.numel()
+        for i, message in enumerate(r.receives):
+            if message.copies is not None:
+                self._receive(number, i, message)
         if r.stage_readers:
             r.stage.run()
             self.tally.staged += r.stage.nbytes
             for reader in sorted(r.stage_readers):
                 self._tell(reader, _STAGED)
-        for message in r.sends:
+        for i, message in enumerate(r.sends):
             if message.copies is not None:
                 message.copies.run()
                 self.tally.staged += message.copies.nbytes
-            self.sends[number].append(self.endpoint.network.send(message.peer, message.buffer))
-            self.tally.sent += message.buffer.numel()
+                self._send(number, i, message)
         r.own.run()
         self.tally.copied += r.own.nbytes
 
@@ -101,8 +142,8 @@ class _Run:
         """Pull from sources of the domain, take what the network brought, exchange it inside the domain."""
         for pull in r.pulls:
             self._pull(pull, _STAGED)
-        for pending, message in zip(self.receives[number], r.receives, strict=True):
-            pending.wait(self.deadline)
+        for i, message in enumerate(r.receives):
+            self.receives[number][i].wait(self.deadline)
             if message.copies is not None:
                 message.copies.run()
                 self.tally.staged += message.copies.nbytes
@@ -119,11 +160,6 @@ class _Run:
             self._hear(pull.owner, tag)
         pull.copies.run()
         self.tally.pulled += pull.copies.nbytes
-
-    def _wait(self, pending: list[Pending]) -> None:
-        for one in pending:
-            one.wait(self.deadline)
-        pending.clear()
 
     def _tell(self, peer: int, tag: int) -> None:
         self.endpoint.channel.send(peer, tag, deadline=self.deadline)

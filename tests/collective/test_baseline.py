@@ -103,6 +103,12 @@ CASES: dict[str, Callable[[], Case]] = {
         tensors(Mesh.arange((1,)), [S0], [S0]), tensors(Mesh.arange((1,), first=1), [S0], [S1]), 2
     ),
     "every dtype": lambda: Case(of_dtypes(Mesh.arange((2,)), S0), of_dtypes(Mesh.arange((2,), first=2), S1), 4),
+    # Above the size at which a point-to-point broadcast is cut into messages.
+    "several messages": lambda: Case(
+        ModelLayout({"w": TensorLayout((1301, 2000), "float32", Mesh.arange((2,)), (S0,))}),
+        ModelLayout({"w": TensorLayout((1301, 2000), "float32", Mesh.arange((2,), first=2), (S1,))}),
+        4,
+    ),
     "declared": lambda: Case(declared(0, 4), declared(4, 2), 6),
     "uneven": lambda: Case(
         ModelLayout({"w": TensorLayout((9, 5), "int16", FOUR, (Declared(0, (0, 5, 5, 6, 9)),))}),
@@ -167,7 +173,7 @@ def locals_of(side: ModelLayout, rank: int, version: int, *, strided: bool) -> d
 
 
 def as_bytes(t: Tensor) -> bytes:
-    return bytes(t.contiguous().view(-1).view(torch.uint8).tolist()) if t.numel() else b""
+    return bytes(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes()) if t.numel() else b""
 
 
 def form(me: Rank, case: Case, timeout: float = 40.0) -> BaselineGroups:
@@ -204,7 +210,8 @@ def refit(me: Rank, name: str, options: Sequence[BaselineOptions]) -> tuple[list
 @pytest.mark.parametrize("name", CASES)
 def test_every_variant_is_right_bit_by_bit(name: str) -> None:
     case = CASES[name]()
-    results = run_ranks(refit, case.size, name, OPTIONS, group=False)
+    options = [o for o in OPTIONS if case.source.nbytes < 1 << 20 or o.pack != 96]
+    results = run_ranks(refit, case.size, name, options, group=False)
     assert [wrong for wrong, _ in results] == [[]] * case.size
     pure = set(case.ranks(case.destination)) - set(case.ranks(case.source))
     for reports in zip(*(reports for _, reports in results), strict=True):
