@@ -101,8 +101,8 @@ def demo(
         _out.print_json(json.dumps([_fields(r) for r in rows]))
         return
     table = Table(title=f"{spec.name}, {whole / 1e9:.2f} GB in bf16: FSDP2 x 2 -> TP2 DP2; every bit checked")
-    for column in ("method", "first refit", "later refits", "received", "pulled from mapped memory", "speed-up"):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    for column in ("method", "first refit", "later refits", "received", "pulled", "speed-up"):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     slowest = rows[-1].warm
     for r in rows:
         table.add_row(

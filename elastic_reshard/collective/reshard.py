@@ -26,6 +26,7 @@ from elastic_reshard.arena import raw
 from elastic_reshard.collective.agree import Header, all_told, bodies
 from elastic_reshard.collective.fragments import Fragment, describe, fingerprint, joined, local_tensors
 from elastic_reshard.collective.groups import Member, resolve
+from elastic_reshard.collective.handle import Handle, Report
 from elastic_reshard.collective.verify import Verification
 from elastic_reshard.errors import (
     ArenaError,
@@ -35,7 +36,6 @@ from elastic_reshard.errors import (
     PlanMismatch,
     ReshardError,
     TransferError,
-    TransferTimeout,
 )
 from elastic_reshard.layout import Correspondence, ModelLayout, WireDtype
 from elastic_reshard.layout.dtensor import dtype_name
@@ -49,67 +49,6 @@ _log = logger("collective")
 Verify = Literal["none", "sampled", "full"]
 _DECLARED = 16  # tag on the domain channel
 _PLANS = 8
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a call did on this member. Bytes and seconds.
-
-    sent, received: over the network. pulled: out of domain peers' memory. copied: from own to own tensors. staged: through
-    staging, at either end. planned, bound: whether the plan and the program had to be made (else they were kept).
-    transfer: the bare transfer; seconds: the whole call. verified: bytes whose digests were compared.
-    """
-
-    plan: str
-    rounds: int
-    planned: bool
-    bound: bool
-    sent: int
-    received: int
-    pulled: int
-    copied: int
-    staged: int
-    staging: int
-    transfer: float
-    seconds: float
-    verified: int
-
-
-class Handle:
-    """A call under way in a thread of its own. Tensors must not be touched until `wait` has returned."""
-
-    def __init__(self, work: _Call) -> None:
-        self._result: Report | None = None
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(work,), name="elastic-reshard", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: _Call) -> None:
-        try:
-            self._result = work.run()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            self._error = error
-        finally:
-            self._done.set()
-
-    def done(self) -> bool:
-        """Whether the call has ended, well or not."""
-        return self._done.is_set()
-
-    def wait(self, timeout: float | None = None) -> Report:
-        """The report, or the call's error. TransferTimeout after `timeout` seconds, while the call goes on until its own
-        deadline: wait again."""
-        if not self._done.wait(timeout):
-            raise TransferTimeout(
-                f"the call is still under way after {timeout} s; it ends by its own deadline, wait again"
-            )
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        if self._result is None:
-            raise TransferError("the call ended without a result")
-        return self._result
 
 
 def reshard(
@@ -152,8 +91,14 @@ def reshard(
         source, destination, source_layout, destination_layout,
         tuple(correspondences) if correspondences is not None else None, wire_dtype, verify, staging, message,
     )  # fmt: skip
-    call = _Call(member, asked, end)
-    return Handle(call) if async_op else call.run()
+    handle = Handle(_Call(member, asked, end))
+    if async_op:
+        return handle
+    try:
+        return handle.wait()
+    except KeyboardInterrupt as error:
+        handle.abandon(error)
+        raise
 
 
 @dataclass(frozen=True)
@@ -454,6 +399,6 @@ def _refuse_shared(views: Views) -> None:
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have an element's memory in common; True when that is too hard to tell."""
     try:
-        return bool(np.shares_memory(raw(a), raw(b), max_work=100_000))
+        return bool(np.shares_memory(raw(a), raw(b), max_work=100_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True

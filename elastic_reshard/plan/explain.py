@@ -27,11 +27,11 @@ _CLASSES = {
 
 def in_bytes(n: float) -> str:
     """Bytes for a person: 3 significant digits, binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if n < 1000:
             return f"{n:.0f} {unit}" if unit == "B" else f"{n:.3g} {unit}"
         n /= 1024
-    return f"{n:.4g} TiB"
+    return f"{n:.3g} PiB"
 
 
 def explain(plan: Plan, member: int | None = None) -> str:

@@ -63,11 +63,11 @@ def landed_cells(
     g: Geometry, grid: CellGrid, number: int, target: int, ledger: Ledger | None
 ) -> tuple[Int, Int] | None:
     """(cell, seekers' entry) of every landed cell of one tensor, cells numbered in the tensor; None if there is none."""
-    if ledger is None:
+    s = g.seekers
+    if ledger is None or not len(s.table_region):
         return None
     cell, holder = ledger.holders(target, int(grid.base[number]), int(grid.base[number + 1]))
     region = np.searchsorted(grid.tensors[number].base, cell, side="right") - 1
-    s = g.seekers
     at = np.searchsorted(s.table_region, region)
     known = (at < len(s.table_region)) & (s.table_region[np.minimum(at, len(s.table_region) - 1)] == region)
     cell, holder, at = cell[known], holder[known], at[known]

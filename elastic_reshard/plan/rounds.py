@@ -14,6 +14,7 @@ import numpy as np
 
 from elastic_reshard.layout.table import Int, volumes
 from elastic_reshard.plan.geometry import Geometry
+from elastic_reshard.plan.overlap import intersecting
 
 __all__ = ["Rounds", "schedule"]
 
@@ -60,19 +61,25 @@ def _weights(g: Geometry) -> tuple[int, int]:
     held = volumes(h.lo, h.hi)[h.entry_row]
     wanted = volumes(s.lo, s.hi)[s.region]
     sent, received = (np.zeros(len(g.domains), dtype=np.int64) for _ in range(2))
-    np.add.at(sent, h.member, held * (_net_copies(g) + _near_copies(g)))
+    np.add.at(sent, h.member, _net_elements(g, held) + held * _near_copies(g))
     np.add.at(received, s.member, (-(-wanted // np.maximum(1, s.width)))[s.entry_group])
     return int(sent.max(initial=0)) * g.itemsize, int(received.max(initial=0)) * g.itemsize
 
 
-def _net_copies(g: Geometry) -> Int:
-    """How often each holder's entry sends its box at most: once for each domain, shared with the row's other holders."""
+def _net_elements(g: Geometry, held: Int) -> Int:
+    """Elements that each holder's entry sends at most: its part of the demand line, and for each place where the line is
+    cut one quantum of each atom (see `Atoms.quantum`); never more than its box once for each demand that it touches."""
     h, s = g.holders, g.seekers
     own = np.isin(g.domains[h.member], s.domain)
     others = len(np.unique(s.domain)) - own
     demand = np.minimum(int(np.diff(s.groups).max(initial=0)), others)
-    copies: Int = -(-demand // np.diff(h.ptr)[h.entry_row])
-    return copies
+    replicas = np.diff(h.ptr)[h.entry_row]
+    touched = -(-demand // replicas)
+    row, _ = intersecting(h.lo, h.hi, s.lo, s.hi)
+    atoms = np.bincount(row, minlength=len(h.lo))[h.entry_row]
+    quanta = held // (32 * replicas) + 2 * atoms * max(1, g.min_stripe // g.itemsize)
+    found: Int = np.minimum(held * touched, -(-held * demand // replicas) + (touched + 1) * quanta)
+    return found
 
 
 def _near_copies(g: Geometry) -> Int:
@@ -85,7 +92,10 @@ def _near_copies(g: Geometry) -> Int:
     key = h.entry_row * len(readers) + domain
     _, at, count = np.unique(key, return_inverse=True, return_counts=True)
     alone = (count[at] == 1) | (readers[domain] <= count[at])
-    return np.where(readers[domain] == 0, 0, np.where(alone, 1, 3))
+    seekers = np.unique(s.member)
+    others = np.bincount(g.domains[seekers], minlength=len(readers))[domain] - np.isin(h.member, seekers)
+    copies: Int = np.where(others == 0, 0, np.where(alone, 1, 3))
+    return copies
 
 
 def schedule(

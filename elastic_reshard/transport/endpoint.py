@@ -30,6 +30,7 @@ __all__ = ["Endpoint", "Identity"]
 _log = logger("transport")
 # After a connection broke: how long to wait for the end of its process to show. 0.3 s is what freeing 1 GiB takes.
 _EVIDENCE_S = 0.4
+_STUCK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,14 @@ class Endpoint:
     def ended(self, wait: float = 0.0) -> tuple[int, ...]:
         """Members whose processes have ended, as far as can be seen from here; waits up to `wait` s for the first."""
         return _ended(self._pidfds, wait)
+
+    def stuck(self) -> tuple[int, ...]:
+        """Members that have ended, if this member's network has waited for one message for a second all the same. Any
+        thread."""
+        since = self._network.waiting_since if self._network is not None else None
+        if self.closed or since is None or time.monotonic() - since < _STUCK_S:
+            return ()
+        return self.ended()
 
     def staging(self, nbytes: int) -> HostArena:
         """Memory for what cannot go straight from tensor to tensor; kept, and made anew only to grow."""

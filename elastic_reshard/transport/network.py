@@ -35,9 +35,13 @@ class Pending(Protocol):
 class Network(Protocol):
     """Sends and receives of flat, contiguous uint8 CPU tensors. One thread uses it at a time.
 
+    waiting_since: when (time.monotonic) the wait for a message began that goes on now, else None.
+
     Every message of a pair and direction has a sequence number; a send meets the receive of the same number, in whatever
     order they are started.
     """
+
+    waiting_since: float | None
 
     def reserve(self, peer: int, sends: int, receives: int) -> tuple[int, int]:
         """Take numbers for messages that will be started out of order: the first of each. Both ends reserve alike."""
@@ -55,18 +59,21 @@ class Network(Protocol):
 class _GlooPending:
     """Holds the Work: dropping it would cancel the transfer without a word (measured)."""
 
-    __slots__ = ("_evidence", "_peer", "_what", "_work")
+    __slots__ = ("_evidence", "_network", "_peer", "_what", "_work")
 
-    def __init__(self, work: dist.Work, peer: int, what: str, evidence: Evidence) -> None:
-        self._work, self._peer, self._what, self._evidence = work, peer, what, evidence
+    def __init__(self, work: dist.Work, peer: int, what: str, network: GlooNetwork) -> None:
+        self._work, self._peer, self._what, self._network = work, peer, what, network
+        self._evidence = network.evidence
 
     def wait(self, deadline: float) -> None:
-        remaining = deadline - time.monotonic()
+        now = self._network.waiting_since = time.monotonic()
         try:
             # A wait that times out closes every pair of the group: the transfer is over anyway then.
-            self._work.wait(timedelta(seconds=max(remaining, 0.001)))
+            self._work.wait(timedelta(seconds=max(deadline - now, 0.001)))
         except RuntimeError as error:
             raise self._failure(deadline, error) from error
+        finally:
+            self._network.waiting_since = None
 
     def _failure(self, deadline: float, error: RuntimeError) -> PeerLost | TransferTimeout:
         late = time.monotonic() >= deadline
@@ -109,7 +116,8 @@ class GlooNetwork:
         evidence: Evidence,
         first_sequence: int = 0,
     ) -> None:
-        self._evidence = evidence
+        self.evidence = evidence
+        self.waiting_since: float | None = None
         self._sent: dict[int, int] = dict.fromkeys(range(size), first_sequence)
         self._received: dict[int, int] = dict.fromkeys(range(size), first_sequence)
         self._rank, self._size = rank, size
@@ -146,11 +154,11 @@ class GlooNetwork:
         if self._group is None:
             raise PeerLost(f"the network of member {self._rank} is closed; form a new one", (peer,))
         try:
-            return _GlooPending(begin(self._group), peer, what, self._evidence)
+            return _GlooPending(begin(self._group), peer, what, self)
         except RuntimeError as error:
             raise PeerLost(
                 f"the connection to member {peer} is closed ({str(error).splitlines()[0][:160]}); form a new group",
-                self._evidence() or (peer,),
+                self.evidence() or (peer,),
             ) from error
 
     def close(self) -> None:

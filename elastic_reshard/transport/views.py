@@ -91,7 +91,14 @@ class PeerViews:
     def __init__(self, member: int, payload: bytes, fds: list[int]) -> None:
         said = json.loads(payload)
         self.member = member
-        self._arenas = [MappedArena(fd) for fd in fds]
+        self._arenas: list[MappedArena] = []
+        left = list(fds)
+        try:
+            while left:
+                self._arenas.append(MappedArena(left.pop(0)))
+        finally:
+            for fd in left:  # after one that cannot be mapped
+                os.close(fd)
         self._buffers = {(b[0], b[1], b[2]): b[3:] for b in said["buffers"]}
         self._staging: int = said["staging"]
         self._staged = {tuple(row[:6]): row[6] for row in said["staged"]}

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from elastic_reshard.transport import Endpoint, GlooNetwork
 from tests.collective import worlds
 from tests.processes import Rank, run_ranks
 
-TENSORS = 6
+TENSORS, DEADLINE = 6, 12.0
 
 
 @dataclass(frozen=True)
@@ -122,14 +123,26 @@ def descriptors() -> Counter[str]:
     return found
 
 
+def under_way() -> bool:
+    return any(t.name == "elastic-reshard" for t in threading.enumerate())
+
+
+def nothing_left(before: Counter[str], seconds: float) -> None:
+    """gloo closes a moment later; its device has a thread and descriptors that stay for good."""
+    until = time.monotonic() + seconds
+    while left := descriptors() - before:
+        gc.collect()
+        assert time.monotonic() < until, left
+
+
 def survive(me: Rank, domains: list[int], faults: list[Fault], deadline: float, limits: Size) -> list[Any]:
     """One fault after another; after each the survivors form a new endpoint, refit once, and meet the next.
 
     Per fault: (victim's member number, error's kind, its members, seconds, its text)."""
     alive = list(range(me.size))
     found: list[Any] = []
+    before = descriptors()
     for stage, fault in enumerate(faults):
-        before = descriptors()
         party = Party(me, alive, domains, stage, limits)
         party.good_call(stage)
         if me.rank == fault.victim:
@@ -149,15 +162,15 @@ def survive(me: Rank, domains: list[int], faults: list[Fault], deadline: float, 
         assert me.rank != fault.victim, f"the moment of {fault} never came"
         found.append((alive.index(fault.victim), type(error).__name__, list(getattr(error, "members", ())), took, str(error)))
         del error  # its frames hold what they held
-        assert party.endpoint.closed
+        assert party.endpoint.closed, "the call got through"
         assert isinstance(worlds.error_of(lambda: party.call(deadline)), TransferError)  # noqa: B023
         me.store().set(f"survived {stage} by {me.rank}", "")
         alive.remove(fault.victim)
-        until = time.monotonic() + 5
         del party
-        while left := descriptors() - before:  # gloo's own close a moment later
-            gc.collect()
-            assert time.monotonic() < until, f"stage {stage}: {left}"
+        if not under_way():
+            nothing_left(before, 5.0)
+    nothing_left(before, deadline + 5.0)  # a call that was given up ends by its deadline
+    assert not under_way()
     party = Party(me, alive, domains, len(faults), limits)
     party.good_call(99)
     party.endpoint.close()
@@ -197,11 +210,11 @@ KILLS: dict[str, tuple[list[int], list[Fault], Size]] = {
         ],
         Size(),
     ),
-    # 96 MiB by messages of the default size: gloo hangs on a death in larger ones.
-    "isolated, large": (
+    # 48 MiB by messages of the default size: gloo forgets one of those that a death cuts off.
+    "isolated, many messages under way": (
         [0, 1, 2, 3],
-        [Fault(3, "kill", GlooNetwork, "receive", 30), Fault(0, "kill", *NET, 30)],
-        Size(8192, 1 << 20, 32 << 20),
+        [Fault(3, "kill", GlooNetwork, "receive", 20), Fault(0, "kill", *NET, 30)],
+        Size(4096, 1 << 20, 32 << 20),
     ),
 }
 
@@ -210,7 +223,7 @@ KILLS: dict[str, tuple[list[int], list[Fault], Size]] = {
 def test_a_killed_member_is_named_by_every_survivor_at_once(topology: str) -> None:
     domains, faults, limits = KILLS[topology]
     lost = [f.victim for f in faults]
-    results = run_ranks(survive, len(domains), domains, faults, 30.0, limits, group=False, lost=lost, timeout=100)
+    results = run_ranks(survive, len(domains), domains, faults, DEADLINE, limits, group=False, lost=lost, timeout=100)
     told = [r for r in results if r is not None]
     assert len(told) == 2
     for found in told:
@@ -218,14 +231,14 @@ def test_a_killed_member_is_named_by_every_survivor_at_once(topology: str) -> No
         for victim, kind, members, took, text in found:
             assert kind == PeerLost.__name__, text
             assert members == [victim], text
-            assert took < 10.0, text  # of 30
+            assert took < DEADLINE - 4.0, text
             assert f"member {victim}" in text
 
 
 @pytest.mark.parametrize("domains", [[0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]])
 def test_a_frozen_or_absent_member_ends_the_call_at_its_deadline(domains: list[int]) -> None:
-    near = len(set(domains)) == 1
-    faults = [Fault(4, "stop", *(CHANNEL if near else NET), 7 if near else 3), Fault(0, "absent"), Fault(3, "stop", *COPY, 2)]
+    moment = (*CHANNEL, 7) if len(set(domains)) == 1 else (GlooNetwork, "receive", 6)
+    faults = [Fault(4, "stop", *moment), Fault(0, "absent"), Fault(3, "stop", *COPY, 2)]
     deadline = 1.5
     results = run_ranks(survive, 5, domains, faults, deadline, Size(), group=False, lost=[4, 0, 3], timeout=60)
     told = [results[1], results[2]]

@@ -284,8 +284,7 @@ class Masks:
                 own = np.zeros(have.shape, dtype=bool)
                 for box, _ in have.boxes(rank):
                     own[box.slices()] = True
-                view = self.held[domains[m]][(..., *c.destination_box.slices())]
-                view |= own[(..., *c.source_box.slices())].transpose(c.permute)
+                self.held[domains[m]][c.destination_box.slices()] |= own[c.source_box.slices()].transpose(c.permute)
         self.anywhere = np.logical_or.reduce(list(self.held.values()))
 
 

@@ -71,7 +71,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...], dtype: str, ranks: int) -> 
         left //= axes[-1]
     axes.append(left)
     chosen = draw(placements(shape, tuple(axes)))
-    cut = [p.dim for p in chosen if not isinstance(p, Replicate)]
+    cut = [p.dim for p in chosen if isinstance(p, Shard | StridedShard | Declared)]
     declared = [p.dim for p in chosen if isinstance(p, Declared)]
     if any(cut.count(d) > 1 for d in declared):
         chosen = tuple(Replicate() if isinstance(p, Declared) else p for p in chosen)

@@ -23,6 +23,10 @@ ONE_DIM: list[Placement] = [Replicate(), Shard(0), StridedShard(0, 2), StridedSh
 TWO_DIMS: list[Placement] = [Replicate(), Shard(0), Shard(1), StridedShard(0, 2), StridedShard(1, 2)]
 SHAPES_OF_ONE = [(n,) for n in range(18)]
 SHAPES_OF_TWO = list(itertools.product([0, 1, 2, 3, 5, 8, 17], [1, 2, 3, 7]))
+KINDS_AND_SHAPES: list[tuple[list[Placement], list[tuple[int, ...]]]] = [
+    (ONE_DIM, [*SHAPES_OF_ONE]),
+    (TWO_DIMS, [*SHAPES_OF_TWO]),
+]
 # Elements of 16 bytes, so that stripes and cells are single elements and small tensors are cut at all.
 DTYPES = ["complex128", "float64"]
 
@@ -54,7 +58,7 @@ def _plan(number: int, source: tuple[int, ...], destination: tuple[int, ...], te
     label = list(TOPOLOGIES.values())[number % len(TOPOLOGIES)]
     meshes = Mesh.arange(source), Mesh.of(np.arange(wanted)[::-1].reshape(destination))
     have, want = {}, {}
-    for dims, (kinds, shapes) in enumerate([(ONE_DIM, SHAPES_OF_ONE), (TWO_DIMS, SHAPES_OF_TWO)], 1):
+    for dims, (kinds, shapes) in enumerate(KINDS_AND_SHAPES, 1):
         ours, theirs = _combinations(source, kinds), _combinations(destination, kinds)
         for at in _picked(tensors, number, len(ours) * len(theirs) * len(shapes)):
             a, rest = at % len(ours), at // len(ours)
@@ -140,7 +144,9 @@ def test_all_placements_and_sizes_between_small_meshes_in_every_topology(
     mesh: tuple[tuple[int, ...], tuple[int, ...]], landing: bool
 ) -> None:
     source, destination = (Mesh.arange(m) for m in mesh)
-    pairs = itertools.product(_combinations(mesh[0], ONE_DIM), _combinations(mesh[1], ONE_DIM), [(n,) for n in (0, 1, 2, 3, 5, 6, 7, 11)])
+    pairs = itertools.product(
+        _combinations(mesh[0], ONE_DIM), _combinations(mesh[1], ONE_DIM), [(n,) for n in (0, 1, 2, 3, 5, 6, 7, 11)]
+    )
     have, want = {}, {}
     for number, (a, b, shape) in enumerate(pairs):
         have[str(number)] = TensorLayout(shape, "complex128", source, a)

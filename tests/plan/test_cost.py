@@ -28,7 +28,7 @@ def _check_against_slices(plan: Plan) -> Cost:
         s = plan.slice(member)
         into = ~s.legs.out  # a leg is known to its receiver; senders of installs know nothing of them
         np.add.at(sent, (s.legs.kind[into], s.legs.peer[into]), s.nbytes[into])
-        np.add.at(received, (s.legs.kind[into], member), s.nbytes[into])
+        np.add.at(received[:, member], s.legs.kind[into], s.nbytes[into])
         pairs |= {(peer, member) for peer in s.legs.peer[into & (s.legs.kind == Kind.NET)].tolist()}
         messages += len(np.unique(s.message[s.legs.out & (s.legs.kind == Kind.NET)]))
     for kind, traffic in found.links.items():

@@ -35,7 +35,6 @@ def test_a_person_reads_what_moves_between_whom_and_why(landing: bool) -> None:
     assert "2 domains want what they lack, and each gets its own copy" in text
     assert "model.embed_tokens.weight" in text
     assert "send: member 0" in text
-    assert text.isprintable() or "\n" in text
     assert not text.endswith("\n")
     assert max(map(len, text.splitlines())) < 160
 
@@ -104,4 +103,4 @@ def test_bytes_for_a_person() -> None:
         7 << 40: "7 TiB",
     }
     assert {n: in_bytes(n) for n in sizes} == sizes
-    assert in_bytes(12345 << 40) == "1.234e+04 TiB" or in_bytes(12345 << 40) == "12345 TiB"
+    assert in_bytes(12345 << 40) == "12.1 PiB"

@@ -114,7 +114,7 @@ def _changes() -> dict[str, dict[str, object]]:
         return {"sources": (Source(have, (0, 1)),), "destinations": (Destination(want, (2, 3, 4, 5)),)}
 
     def options(**changed: int) -> dict[str, object]:
-        return {"options": replace(base.options, **changed)}
+        return {"options": replace(base.options, **changed)}  # type: ignore[arg-type]
 
     return {
         "shape": pair(shape=(16, 9)),
@@ -184,7 +184,7 @@ def test_plans_that_cannot_be_are_refused(changed: dict[str, object], error: typ
 def test_options_and_members_that_cannot_be_are_refused() -> None:
     for changed in ({"message": 8}, {"min_stripe": 1}, {"cell": 0}, {"staging": (4 << 20) - 1}):
         with pytest.raises(PlanError, match="at least"):
-            PlanOptions(**changed)
+            PlanOptions(**changed)  # type: ignore[arg-type]
     for member in (-1, 6):
         with pytest.raises(PlanError, match="outside"):
             _base().slice(member)

@@ -158,6 +158,31 @@ def test_a_source_in_the_domain_is_preferred_to_the_network() -> None:
     World(plan).run().check()
 
 
+def test_holders_share_the_domains_that_have_none_of_their_own() -> None:
+    """Two replicas in a domain that wants the tensor itself, and three more domains that want it: 1.5 copies each."""
+    have = ModelLayout({"w": TensorLayout((512, 512), "float32", Mesh.of([2, 3]), (R,))})
+    want = ModelLayout({"w": TensorLayout((512, 512), "float32", Mesh.arange((10,)), (R,))})
+    for labels in ("bbaaccccdd", "bbaaddccdd", "ccaabbbbdd"):
+        plan = Plan.between(have, want, Topology.of(labels))
+        found = cost(plan)
+        assert found.ratio == 1.0
+        assert found.net == (len(set(labels)) - 1) * have.nbytes
+        assert found.source_balance <= 1.05
+        World(plan).run().check()
+
+
+def test_members_of_a_domain_share_what_enters_beside_what_is_there() -> None:
+    """The first half of the tensor is in the domain; the two receivers halve the other half."""
+    have = ModelLayout({"w": TensorLayout((512, 512), "float32", Mesh.arange((4,)), (S,))})
+    want = ModelLayout({"w": TensorLayout((512, 512), "float32", Mesh.of([4, 5]), (R,))})
+    for labels in ("bbaabb", "abbabb", "baabbb", "baaabb"):
+        plan = Plan.between(have, want, Topology.of(labels))
+        received = cost(plan).links[Kind.NET].received[[4, 5]]
+        assert received.sum() == labels.count("a") * have.nbytes // 4
+        assert received.max() <= 1.05 * received.mean()
+        World(plan).run().check()
+
+
 def test_a_member_takes_its_own_bytes_from_itself() -> None:
     have = ModelLayout({"w": TensorLayout((64, 64), "float32", Mesh.arange((4,)), (S,))})
     want = ModelLayout({"w": TensorLayout((64, 64), "float32", Mesh.of([3, 2, 1, 0]), (S,))})

@@ -1,0 +1,141 @@
+"""Rounds: staging is bounded, used well, and nobody waits for rounds in which others are busy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from elastic_reshard.layout import Mesh, ModelLayout, Placement, Replicate, Shard, StridedShard, TensorLayout
+from elastic_reshard.plan import Kind, Plan, PlanOptions, Topology
+from tests.plan.execute import staging_of
+
+MEMBERS = 16
+STAGING = 1 << 20
+BUDGET = STAGING // 8  # bytes of one round, one direction
+
+
+def _all_to_all(sizes: list[int], options: PlanOptions) -> Plan:
+    """Each of 16 members sends 15/16 of a row shard of so many bytes and receives 15/16 of a column shard, over the network."""
+    mesh = Mesh.arange((MEMBERS,))
+    have, want = (
+        ModelLayout(
+            {
+                str(i): TensorLayout((MEMBERS, 16 * (n // 32)), "bfloat16", mesh, (placement,))
+                for i, n in enumerate(sizes)
+            }
+        )
+        for placement in (Shard(0), Shard(1))
+    )
+    return Plan.between(have, want, Topology.isolated(MEMBERS), options)
+
+
+def _fullest(plan: Plan) -> float:
+    """The most staging that any member needs, as a share of what it may have."""
+    return max(staging_of(plan.slice(m)) for m in range(plan.topology.size)) / plan.options.staging
+
+
+def test_rounds_of_many_tensors_are_filled_and_never_too_full() -> None:
+    """Two tensors nearly fill a round and the largest that still goes in one piece begins in it."""
+    sizes = [BUDGET * 49 // 100, BUDGET * 49 // 100, BUDGET * 74 // 100] * 4
+    assert 0.75 < _fullest(_all_to_all(sizes, PlanOptions(message=1 << 16, staging=STAGING, min_stripe=16))) <= 1
+
+
+@pytest.mark.parametrize("budgets", [0.7, 0.8, 1, 3, 7.3, 20])
+@pytest.mark.parametrize("message", [1 << 12, STAGING // 4])
+def test_tensors_of_several_rounds_are_dealt_out_evenly(budgets: float, message: int) -> None:
+    """Also where a whole leg would fit into a message, and a message is as large as two rounds' budgets."""
+    plan = _all_to_all([int(BUDGET * budgets)] * 3, PlanOptions(message=message, staging=STAGING, min_stripe=16))
+    assert 0.15 < _fullest(plan) <= 1
+
+
+def test_legs_are_cut_finer_than_rows_where_rows_are_larger_than_staging_allows() -> None:
+    """Stripes prefer cuts at whole rows of up to 64 KiB; here a round's budget is 32 KiB."""
+    options = PlanOptions(message=1 << 16, staging=1 << 18)
+    mesh = Mesh.arange((4,)), Mesh.arange((4,), first=4)
+    shape = (4 << 8, 1 << 14)  # rows of 32 KiB
+    have, want = (
+        ModelLayout({"w": TensorLayout(shape, "bfloat16", m, (p,))})
+        for m, p in ((mesh[0], Shard(0)), (mesh[1], Replicate()))
+    )
+    plan = Plan.between(have, want, Topology.of([0, 1, 2, 3, 4, 4, 5, 5]), options)
+    assert 0.15 < _fullest(plan) <= 1
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize("regions", [16, 64])
+def test_legs_that_skip_groups_in_equal_steps_do_not_meet_in_one_round(replicas: int, regions: int) -> None:
+    """HSDP -> TP on the other dim, as many domains as replicas: each holder serves one group of each region, so its groups
+    are `replicas` apart. Numbering rounds by group would use one round in `replicas`."""
+    shards = 2
+    have = TensorLayout(
+        (shards * 64, regions * 16 * replicas), "bfloat16", Mesh.arange((replicas, shards)), (Replicate(), Shard(0))
+    )
+    mesh = Mesh.arange((replicas, regions), first=replicas * shards)
+    want = TensorLayout(have.shape, "bfloat16", mesh, (Replicate(), Shard(1)))
+    domains = ["s"] * replicas * shards + [f"d{m // regions}" for m in range(replicas * regions)]
+    held = have.nbytes // shards
+    staging = 8 * (held // replicas)  # about as many rounds as replicas
+    options = PlanOptions(message=staging // 16, staging=staging, min_stripe=16)
+    plan = Plan.between(ModelLayout({"w": have}), ModelLayout({"w": want}), Topology.of(domains), options)
+    assert plan.rounds.count >= replicas
+    assert max(staging_of(plan.slice(m)) for m in range(replicas * shards)) <= staging
+
+
+@pytest.mark.parametrize(
+    ("have", "want"),
+    [
+        ((StridedShard(0, 3),), (Replicate(),)),
+        ((Replicate(),), (StridedShard(0, 3),)),
+        ((StridedShard(0, 3),), (Shard(1),)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("domains", ["abcdefgh", "aaaabbbb", "aaaaaaaa", "abababab", "aabbaabb"])
+def test_members_with_several_boxes_and_readers_in_the_domain(
+    have: tuple[Placement, ...], want: tuple[Placement, ...], domains: str
+) -> None:
+    """A member's boxes count together, and so does what it lays out for readers of its domain."""
+    source, destination = (
+        ModelLayout({str(i): TensorLayout((11 * 64, 64), "bfloat16", mesh, p) for i in range(5)})
+        for mesh, p in ((Mesh.arange((4,)), have), (Mesh.arange((4,), first=4), want))
+    )
+    options = PlanOptions(message=256, staging=1 << 13, min_stripe=16)
+    assert _fullest(Plan.between(source, destination, Topology.of(domains), options)) <= 1
+
+
+@pytest.mark.parametrize(("holders", "readers"), [(1, 7), (2, 3), (3, 2), (3, 7), (4, 8)])
+def test_several_holders_and_more_readers_in_one_domain(holders: int, readers: int) -> None:
+    """Readers are cut over holders at uneven places, so that ranges laid out for two readers overlap without being equal."""
+    have = TensorLayout((4096,), "bfloat16", Mesh.arange((holders,)), (Replicate(),))
+    want = TensorLayout((4096,), "bfloat16", Mesh.arange((readers,), first=holders), (Replicate(),))
+    options = PlanOptions(message=256, staging=1 << 13, min_stripe=16)
+    single = Topology.single(holders + readers)
+    plan = Plan.between(
+        ModelLayout({str(i): have for i in range(4)}), ModelLayout({str(i): want for i in range(4)}), single, options
+    )
+    assert _fullest(plan) <= 1
+    assert all(not (plan.slice(m).legs.kind == Kind.NET).any() for m in range(holders + readers))
+
+
+def test_rounds_of_tensors_with_other_senders_and_receivers_are_side_by_side() -> None:
+    options = PlanOptions(message=64, staging=1024, min_stripe=16)
+
+    def stage(first: int) -> TensorLayout:
+        return TensorLayout((64, 8), "float32", Mesh.arange((1,), first=first), (Shard(0),))
+
+    alone = Plan.between(ModelLayout({"a": stage(0)}), ModelLayout({"a": stage(1)}), Topology.isolated(2), options)
+    four = Plan.between(
+        ModelLayout({n: stage(i) for i, n in enumerate("abcd")}),
+        ModelLayout({n: stage(4 + i) for i, n in enumerate("abcd")}),
+        Topology.isolated(8),
+        options,
+    )
+    assert four.rounds.count == alone.rounds.count > 1
+    assert len(set(four.rounds.first.tolist())) == 1
+
+
+def test_small_tensors_share_rounds_and_messages() -> None:
+    plan = _all_to_all([512] * 64, PlanOptions())
+    assert plan.rounds.count == 1
+    s = plan.slice(3)
+    assert len(np.unique(s.message[s.message >= 0])) == 2 * (MEMBERS - 1)
