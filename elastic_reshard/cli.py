@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from elastic_reshard.errors import LayoutError, PlanError, ReshardError
+from elastic_reshard.errors import CatalogError, LayoutError, PlanError, ReshardError
 from elastic_reshard.layout import ModelLayout, catalog
 
 __all__ = ["app", "main"]
@@ -30,7 +31,8 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(no_args_is_help=True, help="Measuring programs.")
 app.add_typer(bench_app, name="bench")
-_out, _err = Console(), Console(stderr=True)
+# Into a file or a pipe tables go at full width.
+_out, _err = Console(width=None if sys.stdout.isatty() else 200), Console(stderr=True)
 
 Model = Annotated[str, typer.Option(help="A model of the catalog.")]
 SourceOption = Annotated[str, typer.Option("--source", help="The trainers' parallelism, such as fsdp4 or tp2xpp2.")]
@@ -48,7 +50,7 @@ def main() -> None:
 
 def _fail(error: ReshardError) -> NoReturn:
     _err.print(f"elastic-reshard: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-    raise SystemExit(2 if isinstance(error, LayoutError | PlanError) else 1)
+    raise SystemExit(2 if isinstance(error, CatalogError | LayoutError | PlanError) else 1)
 
 
 def _layouts(model: str, source: str, destination: str) -> tuple[ModelLayout, ModelLayout, int, int]:
@@ -101,7 +103,7 @@ def demo(
         _out.print_json(json.dumps([_fields(r) for r in rows]))
         return
     table = Table(title=f"{spec.name}, {whole / 1e9:.2f} GB in bf16: FSDP2 x 2 -> TP2 DP2; every bit checked")
-    for column in ("method", "first refit", "later refits", "received", "pulled", "speed-up"):
+    for column in ("method", "first refit", "later", "received", "pulled", "speed-up"):
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     slowest = rows[-1].warm
     for r in rows:
@@ -211,7 +213,7 @@ def bench_plan(
     from elastic_reshard.bench import plan as bench
 
     rows = bench.run(sizes, repeats)
-    _out.print_json(json.dumps(rows)) if json_ else _out.print(bench.table(rows))
+    _out.print_json(json.dumps([_fields(r) for r in rows])) if json_ else _out.print(bench.table(rows))
 
 
 if __name__ == "__main__":

@@ -158,6 +158,19 @@ class _Bound:
     verifications: dict[str, Verification] = field(default_factory=dict)
 
 
+@dataclass
+class _State:
+    """What an endpoint keeps between calls."""
+
+    busy: threading.Lock = field(default_factory=threading.Lock)
+    calls: int = 0
+    keys: dict[tuple[bytes, bytes, bytes], bytes] = field(
+        default_factory=dict
+    )  # fragments and options -> key of the plan
+    described: _Described | None = None
+    bound: _Bound | None = None
+
+
 # Plans by the content of the call they were made for; the same for all groups of this process.
 _plans: OrderedDict[bytes, Plan] = OrderedDict()
 _plans_lock = threading.Lock()
@@ -184,15 +197,14 @@ class _Call:
     def __init__(self, member: Member, asked: _Asked, deadline: float) -> None:
         self.endpoint, self.renumber = member.endpoint, member.renumber
         self.asked, self.deadline = asked, deadline
-        self.memo = self.endpoint.memo
+        self.state: _State = self.endpoint.memo.setdefault("reshard", _State())
         self.planned = False
         self.refused = False
 
     def run(self) -> Report:
         """The whole call; an error in it closes the endpoint unless all members saw it alike before the first byte."""
         begun = time.monotonic()
-        busy = self.memo.setdefault("busy", threading.Lock())
-        if not isinstance(busy, type(threading.Lock())) or not busy.acquire(blocking=False):
+        if not self.state.busy.acquire(blocking=False):
             raise TransferError("another call of this group is under way in this process; wait for its handle first")
         try:
             return self._run(begun)
@@ -205,7 +217,7 @@ class _Call:
                 self.endpoint.fail(error)
             raise
         finally:
-            busy.release()
+            self.state.busy.release()
 
     def _run(self, begun: float) -> Report:
         plan, headers, views = self._enter()
@@ -222,9 +234,8 @@ class _Call:
 
     def _enter(self) -> tuple[Plan, list[Header], Views]:
         """Say what this member has, hear the others, and hold the plan that all hold."""
-        number = self.memo.get("calls", 0)
-        assert isinstance(number, int)
-        self.memo["calls"] = number + 1
+        number = self.state.calls
+        self.state.calls += 1
         try:
             described = self._described()
             options = self.asked.digest(self.endpoint.topology)
@@ -232,11 +243,10 @@ class _Call:
             self._refuse(number, error)
             raise
         source, destination, views = described.source, described.destination, described.views
-        guess = self.memo.get((source.content_id, destination.content_id, options), bytes(16))
-        assert isinstance(guess, bytes)
+        guess = self.state.keys.get((source.content_id, destination.content_id, options), bytes(16))
         plan = _kept(guess)
-        bound = self.memo.get("bound")
-        kept = plan is not None and isinstance(bound, _Bound) and bound.plan == plan.digest and bound.views is views
+        bound = self.state.bound
+        kept = plan is not None and bound is not None and bound.plan == plan.digest and bound.views is views
         mine = Header(number, source.content_id, destination.content_id, options, rebind=not kept)
         if plan is not None:
             mine = replace(mine, key=guess, plan=bytes.fromhex(plan.digest))
@@ -250,7 +260,7 @@ class _Call:
         key = xxhash.xxh3_128(options + b"".join(h.source + h.destination for h in headers)).digest()
         if plan is None or any(h.key != key for h in headers):
             plan = self._agree(number, source, destination, key)
-            self.memo[source.content_id, destination.content_id, options] = key
+            self.state.keys[source.content_id, destination.content_id, options] = key
             # Everybody binds anew with a new plan.
             headers = [Header(h.call, rebind=True) for h in headers]
         elif any(h.plan != mine.plan for h in headers):
@@ -271,8 +281,8 @@ class _Call:
             for layout in (asked.source_layout, asked.destination_layout)
         )
         state = (given, fingerprint(asked.source), fingerprint(asked.destination))
-        known = self.memo.get("described")
-        if isinstance(known, _Described) and known.state == state:
+        known = self.state.described
+        if known is not None and known.state == state:
             return known
         source = describe(asked.source, asked.source_layout, rank, self.renumber)
         destination = describe(asked.destination, asked.destination_layout, rank, self.renumber)
@@ -282,7 +292,7 @@ class _Call:
         )
         _refuse_shared(views)
         found = _Described(state, source, destination, views)
-        self.memo["described"] = found
+        self.state.described = found
         return found
 
     def _body(self, source: Fragment, destination: Fragment) -> bytes:
@@ -319,13 +329,13 @@ class _Call:
     def _bind(self, plan: Plan, headers: Sequence[Header], views: Views) -> tuple[_Bound, bool]:
         """The program over these tensors: kept, or made together with all members of the domain."""
         near = (self.endpoint.rank, *self.endpoint.domain_peers)
-        bound = self.memo.get("bound")
-        if isinstance(bound, _Bound) and not any(headers[m].rebind for m in near):
+        bound = self.state.bound
+        if bound is not None and not any(headers[m].rebind for m in near):
             if any(h.rebind for h in headers):  # members of other domains bind: hear whether they can
                 all_told(self.endpoint, Header(headers[0].call), self.deadline)
             return bound, False
-        if isinstance(bound, _Bound):
-            self.memo.pop("bound")
+        if bound is not None:
+            self.state.bound = None
             for peer in bound.peers.values():
                 peer.close()
         part = plan.slice(self.endpoint.rank)
@@ -347,7 +357,7 @@ class _Call:
         finally:
             _close(fds)
         fresh = _Bound(plan.digest, views, bind(staged, arena, peers, part.rounds), part, peers)
-        self.memo["bound"] = fresh
+        self.state.bound = fresh
         return fresh, True
 
     def _verify(self, bound: _Bound) -> int:
@@ -357,9 +367,7 @@ class _Call:
             bound.verifications[self.asked.verify] = Verification(
                 bound.slice, bound.views, full=self.asked.verify == "full", cast=self.asked.wire is not None
             )
-        calls = self.memo["calls"]
-        assert isinstance(calls, int)
-        return bound.verifications[self.asked.verify].run(self.endpoint, calls, self.deadline)
+        return bound.verifications[self.asked.verify].run(self.endpoint, self.state.calls, self.deadline)
 
 
 def _close(fds: Sequence[int]) -> None:

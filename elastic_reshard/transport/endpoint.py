@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -82,7 +82,7 @@ class Endpoint:
         self._pidfds = dict(pidfds)
         self._staging: HostArena | None = None
         self.closed = False
-        self.memo: dict[object, object] = {}
+        self.memo: dict[str, Any] = {}  # what the layer above keeps with the group; gone when it closes
 
     @classmethod
     def form(

@@ -231,10 +231,17 @@ def in_a_subgroup(me: Rank) -> list[str]:
     if me.rank not in members:
         return []
     layout = served([2, 3], "up.weight")  # of group ranks
-    source = {n: distribute_tensor(indexed(s), mesh, [TorchShard(0)]) for n, s in SHAPES.items()} if me.rank < 3 else None
+    source = (
+        {n: distribute_tensor(indexed(s), mesh, [TorchShard(0)]) for n, s in SHAPES.items()} if me.rank < 3 else None
+    )
     destination = room_for(layout, members.index(me.rank)) if me.rank > 3 else None
     er.reshard(
-        source, destination, group=group, destination_layout=layout if destination else None, verify="full", deadline=40.0
+        source,
+        destination,
+        group=group,
+        destination_layout=layout if destination else None,
+        verify="full",
+        deadline=40.0,
     )
     er.close_all()
     return held_wrong(destination or {}, layout, members.index(me.rank))
@@ -250,13 +257,17 @@ STAGING, MODEL = 8 << 20, 100 << 20
 def large(rows: int, first: int, dim: int) -> er.ModelLayout:
     """100 MiB in eight tensors over two ranks; bf16 rows of 4 KiB."""
     mesh = er.Mesh.arange((2,), first=first)
-    return er.ModelLayout({f"w{i}": er.TensorLayout((rows, 2048), "bfloat16", mesh, (er.Shard(dim),)) for i in range(8)})
+    return er.ModelLayout(
+        {f"w{i}": er.TensorLayout((rows, 2048), "bfloat16", mesh, (er.Shard(dim),)) for i in range(8)}
+    )
 
 
 def memory_of(me: Rank, domains: list[int], arena: bool) -> tuple[int, int, list[str]]:
     source, destination = large(MODEL // 8 // 4096, 0, 0), large(MODEL // 8 // 4096, 2, 1)
     mine = source if me.rank < 2 else destination
-    shapes = {name: torch.empty(t.local_shape(me.rank) or (), dtype=torch.bfloat16, device="meta") for name, t in mine.items()}
+    shapes = {
+        name: torch.empty(t.local_shape(me.rank) or (), dtype=torch.bfloat16, device="meta") for name, t in mine.items()
+    }
     held = er.empty_like(shapes) if arena else {n: torch.empty(t.shape, dtype=t.dtype) for n, t in shapes.items()}
     poison(held)
     with worlds.form(me, domains) as endpoint:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed import PrefixStore
 
 from elastic_reshard.arena import Copies, DomainChannel
@@ -160,7 +159,9 @@ def survive(me: Rank, domains: list[int], faults: list[Fault], deadline: float, 
         error = worlds.error_of(lambda: party.call(deadline))  # noqa: B023 - called at once
         took = time.monotonic() - begun
         assert me.rank != fault.victim, f"the moment of {fault} never came"
-        found.append((alive.index(fault.victim), type(error).__name__, list(getattr(error, "members", ())), took, str(error)))
+        found.append(
+            (alive.index(fault.victim), type(error).__name__, list(getattr(error, "members", ())), took, str(error))
+        )
         del error  # its frames hold what they held
         assert party.endpoint.closed, "the call got through"
         assert isinstance(worlds.error_of(lambda: party.call(deadline)), TransferError)  # noqa: B023

@@ -66,9 +66,9 @@ def test_a_given_layout_stands_for_those_who_gave_none() -> None:
 
 
 def test_everything_that_disagrees_is_listed() -> None:
-    assert faults(Fragment({}, ModelLayout({"a": layout([0])})), Fragment({}, ModelLayout({"a": layout([1])})))[0].startswith(
-        "*: layout: ranks 0 and 1 were given unlike source layouts"
-    )
+    assert faults(Fragment({}, ModelLayout({"a": layout([0])})), Fragment({}, ModelLayout({"a": layout([1])})))[
+        0
+    ].startswith("*: layout: ranks 0 and 1 were given unlike source layouts")
     found = faults(
         said(a=layout([0, 1]), b=((3,), "int8"), c=layout([0, 1, 2])),
         said(a=layout([0, 1], rows=8), b=((4,), "int8"), c=layout([0, 1, 2])),

@@ -10,11 +10,20 @@ from typing import Any
 import torch
 
 from elastic_reshard.collective import reshard
-from elastic_reshard.errors import ArenaError, LayoutError, LayoutMismatch, PeerRefused, PlanError, PlanMismatch, ReshardError
+from elastic_reshard.collective.reshard import _State
+from elastic_reshard.errors import (
+    ArenaError,
+    LayoutError,
+    LayoutMismatch,
+    PeerRefused,
+    PlanError,
+    PlanMismatch,
+    ReshardError,
+)
 from elastic_reshard.layout import Box, Correspondence, Mesh, ModelLayout, TensorLayout
 from elastic_reshard.transport import Endpoint
 from tests.collective import worlds
-from tests.collective.worlds import R, S0, S1, Case
+from tests.collective.worlds import S0, S1, Case, R
 from tests.processes import Rank, run_ranks
 
 DOMAINS = [0, 0, 1, 2]
@@ -140,14 +149,20 @@ def shared_memory(party: Party) -> ReshardError | None:
     error = party.refused(
         source=source, destination=destination, source_layout=both.source, destination_layout=both.destination
     )
-    assert all(torch.equal(t.view(torch.uint8), kept[n].view(torch.uint8)) for n, t in (source or {}).items() if t.dim())
+    assert all(
+        torch.equal(t.view(torch.uint8), kept[n].view(torch.uint8)) for n, t in (source or {}).items() if t.dim()
+    )
     return error
 
 
 def destinations_that_overlap(party: Party) -> ReshardError | None:
     if party.rank == 3:
         flat = torch.zeros(40)
-        given = {**(party.destination or {}), "a": flat[:12].view(3, 4), "b": flat[11:27].as_strided((8, 2), (2, 1), 11)}
+        given = {
+            **(party.destination or {}),
+            "a": flat[:12].view(3, 4),
+            "b": flat[11:27].as_strided((8, 2), (2, 1), 11),
+        }
         given["b"] = given["b"][:, :1]
         assert tuple(given["b"].shape) == (8, 1)
         return party.refused(destination=given)
@@ -258,7 +273,7 @@ def out_of_step(me: Rank) -> list[str]:
         party = Party(me, endpoint)
         party.works()
         if me.rank == 1:
-            endpoint.memo["calls"] = 5
+            endpoint.memo.setdefault("reshard", _State()).calls = 5
         error = party.refused()
         return [type(error).__name__, str(error)]
 

@@ -52,7 +52,13 @@ class Party:
     def call(self, verify: str) -> ReshardError | None:
         return worlds.error_of(
             lambda: worlds.call(
-                self.case, self.endpoint, self.source, self.destination, verify=verify, staging=64 << 10, message=8 << 10
+                self.case,
+                self.endpoint,
+                self.source,
+                self.destination,
+                verify=verify,
+                staging=64 << 10,
+                message=8 << 10,
             )
         )
 

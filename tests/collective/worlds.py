@@ -95,7 +95,9 @@ def whole(name: str, layout: TensorLayout, version: int) -> np.ndarray:
         bits &= _FLOATS[layout.dtype](~(1 << (8 * size - 2)) & (1 << (8 * size)) - 1)
         return bits.view(np.uint8).reshape(*layout.shape, size)
     words = np.stack([mixed, ~mixed], axis=1)
-    return words.view(np.uint8).reshape(-1, 16)[:, 8 - size if size <= 8 else 0 :][:, :size].reshape(*layout.shape, size)
+    return (
+        words.view(np.uint8).reshape(-1, 16)[:, 8 - size if size <= 8 else 0 :][:, :size].reshape(*layout.shape, size)
+    )
 
 
 def part(layout: TensorLayout, rank: int, data: np.ndarray) -> np.ndarray | None:
@@ -355,5 +357,5 @@ CASES: dict[str, Callable[[], Case]] = {
         ModelLayout({"w": TensorLayout((9, 50), "int16", Mesh.of([7, 4]), (Declared(1, (0, 1, 50)),))}),
     ),
     "fused and transposed": fused,
-    "cast": lambda: masters({n: torch.bfloat16 for n in "abcd"}),
+    "cast": lambda: masters(dict.fromkeys("abcd", torch.bfloat16)),
 }

@@ -117,6 +117,16 @@ def test_cells_whose_source_lies_in_the_domain_never_land() -> None:
     assert all(s.legs.install.all() for s in world.slices)
 
 
+def test_a_member_installs_its_own_bytes_from_its_own_memory() -> None:
+    """Also where other members of its domain hold the same: colocated replicas copy, they do not pull."""
+    everything = _model(Mesh.arange((3,)), R)
+    plan = Plan.between(everything, everything, Topology.single(3), OPTIONS)
+    for member in range(3):
+        assert plan.slice(member).bytes_by(Kind.SELF, out=False) == everything.nbytes
+        assert plan.slice(member).peers(Kind.LOCAL) == []
+    World(plan).run().check()
+
+
 def test_landed_cells_are_not_sent_again_and_their_holder_serves_its_domain() -> None:
     before = World(_plan()).run()
     held = before.landed()

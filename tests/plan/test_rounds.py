@@ -29,6 +29,12 @@ def _all_to_all(sizes: list[int], options: PlanOptions) -> Plan:
     return Plan.between(have, want, Topology.isolated(MEMBERS), options)
 
 
+def _awkward(plan: Plan) -> list[int]:
+    """Bytes of tensors that fill a round of plans with these options as far as it may be filled."""
+    budget = 32 * plan.rounds.piece
+    return [budget * 49 // 100, budget * 49 // 100, budget * 74 // 100]
+
+
 def _fullest(plan: Plan) -> float:
     """The most staging that any member needs, as a share of what it may have."""
     return max(staging_of(plan.slice(m)) for m in range(plan.topology.size)) / plan.options.staging
@@ -36,8 +42,8 @@ def _fullest(plan: Plan) -> float:
 
 def test_rounds_of_many_tensors_are_filled_and_never_too_full() -> None:
     """Two tensors nearly fill a round and the largest that still goes in one piece begins in it."""
-    sizes = [BUDGET * 49 // 100, BUDGET * 49 // 100, BUDGET * 74 // 100] * 4
-    assert 0.75 < _fullest(_all_to_all(sizes, PlanOptions(message=1 << 16, staging=STAGING, min_stripe=16))) <= 1
+    options = PlanOptions(message=1 << 16, staging=STAGING, min_stripe=16)
+    assert 0.75 < _fullest(_all_to_all(_awkward(_all_to_all([512], options)) * 4, options)) <= 1
 
 
 @pytest.mark.parametrize("budgets", [0.7, 0.8, 1, 3, 7.3, 20])
@@ -51,13 +57,13 @@ def test_tensors_of_several_rounds_are_dealt_out_evenly(budgets: float, message:
 def test_legs_are_cut_finer_than_rows_where_rows_are_larger_than_staging_allows() -> None:
     """Stripes prefer cuts at whole rows of up to 64 KiB; here a round's budget is 32 KiB."""
     options = PlanOptions(message=1 << 16, staging=1 << 18)
-    mesh = Mesh.arange((4,)), Mesh.arange((4,), first=4)
-    shape = (4 << 8, 1 << 14)  # rows of 32 KiB
+    mesh = Mesh.arange((4,)), Mesh.arange((16,), first=4)
+    shape = (4 << 6, 1 << 14)  # rows of 32 KiB
     have, want = (
         ModelLayout({"w": TensorLayout(shape, "bfloat16", m, (p,))})
         for m, p in ((mesh[0], Shard(0)), (mesh[1], Replicate()))
     )
-    plan = Plan.between(have, want, Topology.of([0, 1, 2, 3, 4, 4, 5, 5]), options)
+    plan = Plan.between(have, want, Topology.blocks(20, 2), options)
     assert 0.15 < _fullest(plan) <= 1
 
 
@@ -103,18 +109,23 @@ def test_members_with_several_boxes_and_readers_in_the_domain(
     assert _fullest(Plan.between(source, destination, Topology.of(domains), options)) <= 1
 
 
-@pytest.mark.parametrize(("holders", "readers"), [(1, 7), (2, 3), (3, 2), (3, 7), (4, 8)])
+@pytest.mark.parametrize(("holders", "readers"), [(1, 7), (2, 3), (3, 2), (3, 7), (4, 8), (5, 11)])
 def test_several_holders_and_more_readers_in_one_domain(holders: int, readers: int) -> None:
     """Readers are cut over holders at uneven places, so that ranges laid out for two readers overlap without being equal."""
-    have = TensorLayout((4096,), "bfloat16", Mesh.arange((holders,)), (Replicate(),))
-    want = TensorLayout((4096,), "bfloat16", Mesh.arange((readers,), first=holders), (Replicate(),))
-    options = PlanOptions(message=256, staging=1 << 13, min_stripe=16)
-    single = Topology.single(holders + readers)
-    plan = Plan.between(
-        ModelLayout({str(i): have for i in range(4)}), ModelLayout({str(i): want for i in range(4)}), single, options
-    )
-    assert _fullest(plan) <= 1
-    assert all(not (plan.slice(m).legs.kind == Kind.NET).any() for m in range(holders + readers))
+    options = PlanOptions(message=256, staging=1 << 15, min_stripe=16)
+
+    def plan(sizes: list[int]) -> Plan:
+        have, want = (
+            ModelLayout(
+                {str(i): TensorLayout((n // 2,), "bfloat16", mesh, (Replicate(),)) for i, n in enumerate(sizes)}
+            )
+            for mesh in (Mesh.arange((holders,)), Mesh.arange((readers,), first=holders))
+        )
+        return Plan.between(have, want, Topology.single(holders + readers), options)
+
+    full = plan(_awkward(plan([16])) * 3)
+    assert _fullest(full) <= 1
+    assert all(not (full.slice(m).legs.kind == Kind.NET).any() for m in range(holders + readers))
 
 
 def test_rounds_of_tensors_with_other_senders_and_receivers_are_side_by_side() -> None:

@@ -101,7 +101,7 @@ def test_a_domain_over_two_hosts_is_refused() -> None:
     with Listener() as listener:
         mine = Identity.mine(0, listener, "a")
     _refuse_strangers([mine, replace(mine, member=1)])
-    with pytest.raises(LayoutError, match="'a'.* span several hosts"):
+    with pytest.raises(LayoutError, match=r"'a'.* span several hosts"):
         _refuse_strangers([mine, replace(mine, member=1, host="elsewhere")])
 
 

@@ -41,7 +41,9 @@ def exchange(me: Rank, first: int) -> list[int]:
     for *_, pending in held:
         pending.wait(time.monotonic() + 20)
     net.close()
-    return [number for number, into, _ in held if number >= 0 and not torch.equal(into, numbered(number, sizes[number]))]
+    return [
+        number for number, into, _ in held if number >= 0 and not torch.equal(into, numbered(number, sizes[number]))
+    ]
 
 
 @pytest.mark.parametrize("first", [0, (1 << 30) - 2, (1 << 31) - 2, (1 << 32) - 2])

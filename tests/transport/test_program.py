@@ -73,7 +73,9 @@ def test_a_long_leg_uses_the_tensors_own_memory_where_it_is_one_run(how: str, me
 
 
 def test_columns_are_staged_and_a_cast_is_staged() -> None:
-    by_columns = planned(one(LARGE, None, 0), one(LARGE, 1, 1, 2), [0, 1, 2], 0, {"w": torch.zeros(LARGE, dtype=torch.uint8)})
+    by_columns = planned(
+        one(LARGE, None, 0), one(LARGE, 1, 1, 2), [0, 1, 2], 0, {"w": torch.zeros(LARGE, dtype=torch.uint8)}
+    )
     assert set(by_columns.place) == set(by_columns.messages)
     source, destination = one(LARGE, None, 0, dtype="float32"), one(LARGE, None, 1, dtype="bfloat16")
     plan = Plan.between(source, destination, Topology((0, 1)), wire_dtype="bfloat16")
