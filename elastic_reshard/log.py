@@ -12,6 +12,9 @@ import structlog
 
 __all__ = ["logger"]
 
+# Without a handler of the program's, warnings would go to standard error by the standard library's last resort.
+logging.getLogger("elastic_reshard").addHandler(logging.NullHandler())
+
 
 def logger(room: str) -> Any:
     """The logger of one room. Events are `key=value` lines; epoch, version, member and plan are fields, not text."""

@@ -77,8 +77,8 @@ def reshard(
     wire_dtype: the floating-point dtype to cast to at the source, for all or by destination name; None: no cast.
     topology: domain of each member; None: members of one host are one domain. Only read when a group is formed.
     verify: "sampled" compares digests of up to 64 KiB of every 64th leg, others each time, "full" of all, "none" of nothing.
-    staging: most bytes of staging memory of this member; message: most bytes of one message (gloo was seen to hang on a
-        peer's death in messages over 1 MiB). Both must be equal on all members.
+    staging: most bytes of staging memory of this member; message: most bytes of one message (the larger, the more
+        often gloo loses sight of a peer's death in one). Both must be equal on all members.
     deadline: seconds for the whole call. async_op: return a Handle at once.
 
     Blocks until this member's tensors are complete and nobody reads its memory. Raises, before anything moves:

@@ -74,6 +74,7 @@ def layout_of(tensor: DTensor, name: str = "tensor", over: DeviceMesh | None = N
     if over is not None:
         mesh, placements = _widened(mesh, placements, over, name)
         device_mesh = over
+    _refuse_unsorted(mesh, placements, name)
     layout = TensorLayout(shape, dtype_name(tensor.dtype), mesh, placements)
     coordinate = device_mesh.get_coordinate()
     rank = None if coordinate is None else int(mesh.grid[tuple(coordinate)])
@@ -85,6 +86,17 @@ def layout_of(tensor: DTensor, name: str = "tensor", over: DeviceMesh | None = N
 
 
 from_dtensor = layout_of
+
+
+def _refuse_unsorted(mesh: Mesh, placements: tuple[Placement, ...], name: str) -> None:
+    """torch has two readings of a shard over ranks that do not rise along its axis: `get_coordinate` follows the mesh,
+    `distribute_tensor` and `full_tensor` the sorted ranks (measured). Nobody can tell which a tensor was made by."""
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Replicate) and (np.diff(mesh.grid, axis=axis) < 0).any():
+            raise UnsupportedPlacement(
+                f"{name} is {placement} over mesh axis {mesh.axes[axis]}, along which the ranks {mesh.ranks} do not rise; "
+                "torch itself reads such shards in two ways. Build the DeviceMesh with rising ranks along it"
+            )
 
 
 def _mesh_of(mesh: DeviceMesh) -> Mesh:

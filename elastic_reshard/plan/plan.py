@@ -40,7 +40,8 @@ PLANNER_VERSION = 1
 class PlanOptions:
     """How a plan cuts. All sizes in bytes.
 
-    message: most bytes of one message. 1 MiB: gloo was never seen to hang on a peer's death in messages of that size.
+    message: most bytes of one message. 1 MiB: the larger, the more often gloo loses
+        sight of a peer's death in one.
     staging: most staging memory of one member.
     min_stripe: least bytes of a stripe when replicas share a region.
     cell: size of the cells of landing plans; changing it changes every ledger.

@@ -101,8 +101,7 @@ class Endpoint:
         domains: a label per member (equal on all); None: members of one host are one domain. Members with equal labels
         must be able to map each other's memory: LayoutError if they cannot.
         interface: network device for gloo; None: loopback when all members are on one host, else gloo's choice.
-        Blocks at most about `timeout` seconds; TransferTimeout names the members that did not come, PeerLost one that
-        came and ended.
+        Blocks about `timeout` seconds at most; TransferTimeout names members that did not come, PeerLost one that ended.
         """
         deadline = time.monotonic() + timeout
         if domains is not None and len(domains) != size:

@@ -102,17 +102,24 @@ def test_several_dims_by_torchs_splitting_and_its_offsets() -> None:
 
 def test_layout_of_reads_shape_dtype_mesh_and_placements() -> None:
     mesh = DeviceMesh(
-        "cpu", torch.tensor([[3, 1, 5], [0, 2, 4]]), mesh_dim_names=("a", "b"), _init_backend=False, _rank=2
+        "cpu", torch.tensor([[1, 3, 5], [0, 2, 4]]), mesh_dim_names=("a", "b"), _init_backend=False, _rank=2
     )
     placements = [Replicate(), Shard(1)]
     full = torch.arange(10, dtype=torch.float16).reshape(2, 5)
     tensor = stated(split(full, mesh, placements), (2, 5), mesh, placements)
     layout = layout_of(tensor)
     assert (layout.shape, layout.dtype) == ((2, 5), "float16")
-    assert layout.mesh == er.Mesh((3, 1, 5, 0, 2, 4), (2, 3), ("a", "b"))
+    assert layout.mesh == er.Mesh((1, 3, 5, 0, 2, 4), (2, 3), ("a", "b"))
     assert layout.placements == (er.Replicate(), er.Shard(1))
     assert torch.equal(by_boxes(layout, full, 2), local_of(tensor))
     assert from_dtensor is layout_of
+
+
+def test_shards_over_ranks_that_do_not_rise_are_refused() -> None:
+    mesh = DeviceMesh("cpu", torch.tensor([2, 1]), _init_backend=False, _rank=1)
+    with pytest.raises(UnsupportedPlacement, match="do not rise"):
+        layout_of(stated(torch.zeros(2, 2), (4, 2), mesh, [Shard(0)]))
+    assert layout_of(stated(torch.zeros(4, 2), (4, 2), mesh, [Replicate()])).mesh.ranks == (2, 1)
 
 
 def test_negative_dims_and_unnamed_axes() -> None:

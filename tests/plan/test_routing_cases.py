@@ -9,7 +9,7 @@ import pytest
 
 from elastic_reshard.layout import Mesh, ModelLayout, Replicate, Shard, TensorLayout
 from elastic_reshard.layout.catalog import model
-from elastic_reshard.plan import Kind, Plan, PlanOptions, Topology
+from elastic_reshard.plan import Destination, Kind, Plan, PlanOptions, Source, Topology
 from elastic_reshard.plan.cost import cost
 from tests.plan.execute import World
 
@@ -69,7 +69,7 @@ def _check(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("shape", [(4096, 4096), (151936, 1024), (32 * 37, 4099)], ids=str)
+@pytest.mark.parametrize("shape", [(4096, 4096), (151936, 1024), (32 * 37, 4099), (160, 16384)], ids=str)
 def test_a_single_tensor_enters_each_domain_once_from_all_sources_alike(case: Case, shape: tuple[int, ...]) -> None:
     _check(case.plan([shape]))
 
@@ -143,6 +143,15 @@ def test_two_shards_to_two_replicas_of_two_shards_are_striped() -> None:
         [(2, 2, 4)],
         [(3, 6, 8)],
     ]
+    World(plan).run().check()
+
+
+def test_a_member_of_two_sources_counts_once_where_they_overlap() -> None:
+    """Member 1 holds everything twice: it sends a third like 0 and 2, not a half."""
+    whole = ModelLayout({"w": TensorLayout((768, 512), "float32", Mesh.arange((2,)), (R,))})
+    want = Destination(ModelLayout({"w": TensorLayout((768, 512), "float32", Mesh.arange((1,)), (R,))}), (3,))
+    plan = Plan((Source(whole, (0, 1)), Source(whole, (1, 2))), (want,), Topology.isolated(4))
+    assert cost(plan).source_balance <= 1.05
     World(plan).run().check()
 
 

@@ -55,15 +55,21 @@ def closed_by_one(me: Rank) -> tuple[str, float]:
     """Member 0 closes; the others wait for it, and for each other."""
     net, store = network(me), me.store()
     if me.rank == 0:
+        held = [net.receive(m, torch.zeros(8, dtype=torch.uint8)) for m in (1, 2)]  # what keeps gloo's group alive
         store.wait(["posted1", "posted2"])
         begun = time.monotonic()
         net.close()
         net.close()
-        return type(error_of(lambda: net.send(1, torch.zeros(1, dtype=torch.uint8)))).__name__, time.monotonic() - begun
+        kind = type(error_of(lambda: net.send(1, torch.zeros(1, dtype=torch.uint8)))).__name__
+        took = time.monotonic() - begun
+        store.wait(["freed1", "freed2"])
+        assert len(held) == 2
+        return kind, took
     pending = net.receive(0, torch.zeros(8, dtype=torch.uint8))
     store.set(f"posted{me.rank}", "")
     begun = time.monotonic()
     error = error_of(lambda: pending.wait(time.monotonic() + 30))
+    store.set(f"freed{me.rank}", "")
     net.close()
     assert isinstance(error, PeerLost)
     assert error.members == (0,)
