@@ -130,11 +130,14 @@ class GlooNetwork:
         try:
             self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
-            raise TransferTimeout(
-                f"member {rank} could not connect to all of {size} members within {timeout:.1f} s: "
-                f"{str(error).splitlines()[0][:200]}",
-                evidence() or tuple(m for m in range(size) if m != rank),
-            ) from error
+            ended = evidence()
+            said = f"member {rank} could not connect to all of {size} members within {timeout:.1f} s: "
+            if ended:
+                raise PeerLost(
+                    f"{said}member {', '.join(map(str, ended))} ended; form the group anew without it", ended
+                ) from error
+            others = tuple(m for m in range(size) if m != rank)
+            raise TransferTimeout(said + str(error).splitlines()[0][:200], others) from error
 
     def reserve(self, peer: int, sends: int, receives: int) -> tuple[int, int]:
         first = self._sent[peer], self._received[peer]
