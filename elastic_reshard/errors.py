@@ -14,6 +14,19 @@
     |   +-- TransferTimeout            the deadline passed; names whom this member was waiting for
     |   +-- DigestMismatch             bytes arrived that are not the bytes that were sent
     +-- CatalogError                   unknown model, or a parallelism the model does not allow
+    +-- ProtocolError                  settings or messages that cannot be obeyed
+    |   +-- Unauthorized               the job's token is missing or wrong
+    |   +-- Fenced                     of an older term than one that was heard or journaled
+    +-- MembershipError                a member that takes no part, or no longer
+    |   +-- JoinRefused                the supervisor turned this member down; nothing was changed
+    |   +-- NotAMember                 this member has left, was given up, or its job is over
+    +-- RefitError                     a publish or install that did not come to its end; what was served stays served
+        +-- SupervisorUnreachable      nobody answered within the deadline
+        +-- SlotsBusy                  every slot of the arena is held; names by whom
+        +-- PublicationAbandoned       it will never be committed; says why
+        +-- GroupBroken                an install broke off: the group is PARTIAL; names members
+        +-- NothingInstallable         no committed publication is newer, or there is none
+        +-- RefitTimeout               the deadline of a call passed; names whom it waited for
 
 Each message says what happened, to whom (member, tensor, range) and what to do.
 """
@@ -27,16 +40,29 @@ __all__ = [
     "ArenaError",
     "CatalogError",
     "DigestMismatch",
+    "Fenced",
+    "GroupBroken",
+    "JoinRefused",
     "LayoutError",
     "LayoutMismatch",
+    "MembershipError",
+    "NotAMember",
+    "NothingInstallable",
     "PeerLost",
     "PeerRefused",
     "PlanError",
     "PlanMismatch",
+    "ProtocolError",
+    "PublicationAbandoned",
+    "RefitError",
+    "RefitTimeout",
     "ReshardError",
     "ShardLost",
+    "SlotsBusy",
+    "SupervisorUnreachable",
     "TransferError",
     "TransferTimeout",
+    "Unauthorized",
     "UnsupportedPlacement",
     "Violation",
 ]
@@ -145,3 +171,69 @@ class DigestMismatch(TransferError):
 
 class CatalogError(ReshardError, ValueError):
     """Unknown model, or a parallelism the model's dimensions do not allow."""
+
+
+class ProtocolError(ReshardError, ValueError):
+    """Settings or messages that cannot be obeyed."""
+
+
+class Unauthorized(ProtocolError):
+    """The job's token is missing or wrong."""
+
+
+class Fenced(ProtocolError):
+    """Somebody of a newer term has taken over; whoever raises this must stop."""
+
+
+class MembershipError(ReshardError):
+    """A member that takes no part, or no longer."""
+
+
+class JoinRefused(MembershipError):
+    """The supervisor turned this member down. Nothing was changed."""
+
+
+class NotAMember(MembershipError):
+    """This member has left, was given up, or its job is over. Join again with a fresh `er.join`."""
+
+
+class RefitError(ReshardError):
+    """A publish or install that did not come to its end. What a group served before, it still serves, unless GroupBroken."""
+
+
+class SupervisorUnreachable(RefitError, TimeoutError):
+    """Nobody answered within the deadline. Groups go on serving what they have."""
+
+
+class SlotsBusy(RefitError, TimeoutError):
+    """Every slot of the arena is held. `holders` names publications and the groups that need them."""
+
+    def __init__(self, message: str, holders: Sequence[str] = ()) -> None:
+        self.holders = tuple(holders)
+        super().__init__(message)
+
+
+class PublicationAbandoned(RefitError):
+    """It will never be committed. The message says why."""
+
+
+class GroupBroken(RefitError):
+    """An install broke off. The group is PARTIAL: its tensors may be of two versions; repeat the install, do not serve.
+
+    `members`: those for whom there is evidence."""
+
+    def __init__(self, message: str, members: Sequence[str] = ()) -> None:
+        self.members = tuple(members)
+        super().__init__(message)
+
+
+class NothingInstallable(RefitError):
+    """No committed publication is newer than what the group serves, or there is none at all."""
+
+
+class RefitTimeout(RefitError, TimeoutError):
+    """The deadline of a call passed. `members`: those it was waiting for."""
+
+    def __init__(self, message: str, members: Sequence[str] = ()) -> None:
+        self.members = tuple(members)
+        super().__init__(message)

@@ -1,0 +1,1 @@
+"""What members, watchdogs and the supervisor say to each other, and the deadlines they keep."""

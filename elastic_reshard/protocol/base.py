@@ -1,0 +1,23 @@
+"""What every message has in common: immutable, validated, no unknown fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["Count", "Hex", "MemberName", "Message", "Name", "Role", "Text"]
+
+# Names are in paths, logs, tickets and error messages.
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")]
+MemberName = Annotated[str, Field(min_length=1, max_length=160, pattern=r"^[A-Za-z0-9._-]+@[0-9a-f]{16}$")]
+Hex = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[0-9a-f]+$")]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Text = Annotated[str, Field(max_length=4096)]
+Role = Literal["source", "destination"]
+
+
+class Message(BaseModel):
+    """Immutable; unknown fields are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,0 +1,76 @@
+"""All deadlines in one place, checked when they are made. Seconds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from elastic_reshard.errors import ProtocolError
+
+__all__ = ["Deadlines", "Policies"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long silence means nothing. Monotonic clocks only, the receiver's.
+
+    beat, evict: a host's beats to the supervisor, and the silence after which its members are given up.
+    watchdog_beat, watchdog_silent: a watchdog's beats to its members, and the silence after which they replace it.
+    connect: one attempt to connect. proof_of_death: SIGKILL until the end is seen.
+    orphan_hold: how long what a dead process left is kept for somebody who may need it.
+    reregister: how long a restarted supervisor judges nobody.
+    """
+
+    beat: float = 1.0
+    evict: float = 5.0
+    watchdog_beat: float = 0.25
+    watchdog_silent: float = 2.0
+    connect: float = 5.0
+    proof_of_death: float = 2.0
+    orphan_hold: float = 30.0
+    reregister: float = 6.0
+
+    def __post_init__(self) -> None:
+        faults = [f"{f.name} must be positive" for f in fields(self) if getattr(self, f.name) <= 0]
+        if self.evict < 3 * self.beat:
+            faults.append(f"evict ({self.evict}) must be at least 3 beats ({self.beat}): two may be lost")
+        if self.watchdog_silent < 4 * self.watchdog_beat:
+            faults.append(f"watchdog_silent ({self.watchdog_silent}) must be at least 4 beats ({self.watchdog_beat})")
+        if self.reregister < self.evict:
+            faults.append(f"reregister ({self.reregister}) must not be less than evict ({self.evict})")
+        if faults:
+            raise ProtocolError("deadlines that cannot work: " + "; ".join(faults))
+
+    def to_data(self) -> dict[str, float]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """What the supervisor decides by; may be changed while it runs.
+
+    min_groups: destination groups that must have a version before it is committed.
+    late_after: seconds after its beginning from which a publication waits for nobody else, nor a publish for an install.
+    max_lag: a publication begins only when no group that is not late serves a version more than so many behind; None: any.
+    gather_window: seconds from a publish's first rank until those that are ready, if they cover the model, are enough.
+    install: most seconds that one install of a group may take, from ticket to verdict.
+    """
+
+    min_groups: int = 1
+    late_after: float = 30.0
+    max_lag: int | None = None
+    gather_window: float = 5.0
+    install: float = 120.0
+
+    def __post_init__(self) -> None:
+        faults = [
+            f"{name} must not be negative"
+            for name in ("min_groups", "late_after", "gather_window")
+            if getattr(self, name) < 0
+        ]
+        if self.install <= 0:
+            faults.append("install must be positive")
+        if self.max_lag is not None and self.max_lag < 0:
+            faults.append("max_lag must be None or not negative")
+        if faults:
+            raise ProtocolError("policies that cannot work: " + "; ".join(faults))

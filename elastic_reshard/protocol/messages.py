@@ -1,0 +1,155 @@
+"""What members, watchdogs and the supervisor say to each other: versioned, validated, JSON. Nothing is unpickled.
+
+Statements are levels, not edges: a member states all of itself each time something changed, numbered, so that a lost,
+doubled or late statement does no harm. The supervisor tells its view likewise (`protocol.view`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from elastic_reshard.protocol.base import Count, Hex, MemberName, Message, Name, Role, Text
+from elastic_reshard.protocol.docs import PublicationDoc
+from elastic_reshard.protocol.ids import PROTOCOL
+
+__all__ = [
+    "Beat",
+    "Ended",
+    "Fill",
+    "GroupSpec",
+    "Hello",
+    "Holding",
+    "Install",
+    "Stated",
+    "Statement",
+    "Up",
+    "read_up",
+]
+
+
+class GroupSpec(Message):
+    """Of which group of `size` members this one is rank `rank`."""
+
+    name: Name
+    size: Annotated[int, Field(ge=1, le=1 << 20)]
+    rank: Count
+
+
+class Fill(Message):
+    """A slot that holds one publish of a member, offered to be minted.
+
+    seq: number of the publish in its group, above the group's `count_from`. fragment: content id of the layout fragment
+    it was made by.
+    stall, nbytes: what the copy cost, for the metrics.
+    """
+
+    arena: Hex
+    slot: Count
+    generation: Count
+    seq: Count
+    label: Text | None = None
+    extras: dict[str, Any] = {}
+    fragment: Hex
+    stall: float = 0.0
+    nbytes: Count = 0
+
+
+class Install(Message):
+    """Where a member is with installing.
+
+    ask: number of its latest install call, 0 for none. asking: that call is under way and would take a ticket.
+    patience: seconds that the call has left. ticket: the last it took up; outcome: of that ticket.
+    """
+
+    ask: Count = 0
+    asking: bool = False
+    patience: float = 0.0
+    ticket: Text | None = None
+    outcome: Literal["none", "pulling", "pulled", "failed"] = "none"
+    reason: Text = ""
+    seconds: float = 0.0
+    nbytes: Count = 0
+
+
+class Holding(Message):
+    """What a member's live tensors hold, by the verdict it was told."""
+
+    weight_version: Count
+    publication: Text
+    ticket: Text
+
+
+class Statement(Message):
+    """All that a member says of itself. number: rises with each one of an incarnation; lower ones are dropped.
+
+    source, destination: content ids of its layout fragments (bodies: PUT /v1/fragments/ID), None for a role it has not.
+    source_from: the publish from which `source` holds, when a layout changed. fills: offered slots, at most one a slot;
+    what is not listed is withdrawn. leaving: it wants to go as soon as nothing needs it.
+    """
+
+    member: MemberName
+    group: GroupSpec
+    roles: frozenset[Role]
+    host: Name
+    pid: Count
+    number: Count
+    source: Hex | None = None
+    destination: Hex | None = None
+    source_from: Count = 0
+    fills: tuple[Fill, ...] = ()
+    install: Install = Install()
+    holding: Holding | None = None
+    leaving: bool = False
+
+
+class Hello(Message):
+    """A watchdog's first message of a connection: everything it knows. `obeyed`: the highest (term, instance) it heard.
+
+    statements: the latest of every member that it serves, dead ones too while their arenas are kept.
+    ended: members whose end it has seen. publications: those of the view it heard last, for a supervisor without a journal.
+    """
+
+    kind: Literal["hello"] = "hello"
+    protocol: int = PROTOCOL
+    job: Name
+    host: Name
+    machine: Text
+    watchdog: Hex
+    obeyed: tuple[Count, Text] = (0, "")
+    statements: tuple[Statement, ...] = ()
+    ended: tuple[MemberName, ...] = ()
+    publications: tuple[PublicationDoc, ...] = ()
+
+
+class Stated(Message):
+    """A member's statement, passed on."""
+
+    kind: Literal["stated"] = "stated"
+    statement: Statement
+
+
+class Ended(Message):
+    """A member's process has ended (pidfd), or its arenas are gone (`arenas_kept` False)."""
+
+    kind: Literal["ended"] = "ended"
+    member: MemberName
+    arenas_kept: bool = True
+    how: Text = ""
+
+
+class Beat(Message):
+    """The watchdog is there. revision: up to where it has heard the view."""
+
+    kind: Literal["beat"] = "beat"
+    revision: Count = 0
+
+
+Up = Annotated[Hello | Stated | Ended | Beat, Field(discriminator="kind")]
+_up: TypeAdapter[Hello | Stated | Ended | Beat] = TypeAdapter(Up)
+
+
+def read_up(raw: str | bytes) -> Hello | Stated | Ended | Beat:
+    """One message to the supervisor; pydantic's ValidationError for anything else."""
+    return _up.validate_json(raw)

@@ -1,0 +1,199 @@
+"""The supervisor's decisions: one pure function over plain data. No I/O, no clock, no threads.
+
+    job, effects = step(job, events, now, covers)
+
+The caller journals and tells what `effects` says, in that order (`supervisor.app`). After etcd's raft: the core takes
+messages and time and returns what to store and to send; tests are texts of what was said and what it answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from elastic_reshard.protocol.deadlines import Deadlines, Policies
+from elastic_reshard.protocol.docs import GroupDoc, MemberState, PublicationState
+from elastic_reshard.protocol.messages import Hello
+from elastic_reshard.protocol.view import Told
+from elastic_reshard.supervisor import installing, membership, publishing
+from elastic_reshard.supervisor.events import (
+    Abandon,
+    Beaten,
+    Cut,
+    Effects,
+    Event,
+    Examined,
+    Greeted,
+    Leave,
+    Matched,
+    MemberEnded,
+    SetPolicies,
+    Spoken,
+    Tick,
+)
+from elastic_reshard.supervisor.state import Covers, Draft, Era, Group, Job, Member, Publication
+
+__all__ = ["Job", "begin", "restore", "snapshot", "step"]
+
+
+def begin(
+    name: str,
+    term: int,
+    instance: str,
+    now: float,
+    *,
+    deadlines: Deadlines | None = None,
+    policies: Policies | None = None,
+    recover_from: int = 0,
+) -> Job:
+    """A job of which nothing is known. recover_from: decide nothing until so many members have said what they have."""
+    return Job(
+        name, term, instance, deadlines or Deadlines(), policies or Policies(), revision=1, stepped=now,
+        judge_from=now, recover_from=recover_from,
+    )  # fmt: skip
+
+
+def restore(job: Job, told: Told, weight_version: int, now: float) -> Job:
+    """What the journal knows, before anybody was heard in this term. Nobody is judged for `reregister` seconds."""
+    until = now + job.deadlines.reregister
+    members = {
+        name: Member(doc, None, until, gone=doc.state in (MemberState.ORPHANED, MemberState.LOST))
+        for name, doc in told.members.items()
+        if doc is not None
+    }
+    groups = {name: _restored(doc) for name, doc in told.groups.items() if doc is not None}
+    publications = {name: Publication(doc, now) for name, doc in told.publications.items() if doc is not None}
+    return replace(
+        job, membership_epoch=told.membership_epoch, weight_version=weight_version, committed=told.committed,
+        members=members, groups=groups, publications=publications, judge_from=until, stepped=now,
+        waiting=tuple(n for n, m in members.items() if _unseated(m, groups)),
+    )  # fmt: skip
+
+
+def _unseated(member: Member, groups: Mapping[str, Group]) -> bool:
+    group = groups.get(member.doc.group)
+    seated = group is not None and group.doc.members[member.doc.rank] == member.doc.id
+    return member.doc.state is MemberState.JOINING and not seated
+
+
+def _restored(doc: GroupDoc) -> Group:
+    """Tickets and what a group serves are not on disk: the members say both."""
+    eras: tuple[Era, ...] = ()
+    if doc.source_layout is not None:
+        eras = (Era(doc.members, doc.count_from, doc.source_layout, doc.fragments),)
+    return Group(doc.model_copy(update={"ticket": None, "verdict": None}), restored=True, eras=eras)
+
+
+def snapshot(job: Job) -> Told:
+    """The whole view."""
+    return Told(
+        term=job.term, instance=job.instance, base=0, revision=job.revision, membership_epoch=job.membership_epoch,
+        committed=job.committed, members={k: m.doc for k, m in job.members.items()},
+        groups={k: g.doc for k, g in job.groups.items()},
+        publications={k: p.doc for k, p in job.publications.items()},
+    )  # fmt: skip
+
+
+def step(job: Job, events: Sequence[Event], now: float, covers: Covers) -> tuple[Job, Effects]:
+    """The next state and what is to be done. `now`: seconds of a monotonic clock. covers(layout, ranks): whether these
+    source ranks hold every element of a layout. Call it at least every tenth of a second, with Tick if nothing happened."""
+    draft = Draft(job, now, covers)
+    if now - job.stepped > 2 * job.deadlines.beat:
+        # A judge that came late looks at what has arrived meanwhile, and waits two beats before judging.
+        draft.judge_from = max(draft.judge_from, now + 2 * job.deadlines.beat)
+        draft.log("supervisor.late", seconds=round(now - job.stepped, 3))
+    for event in events:
+        _take_in(draft, event)
+    if not _recovering(draft):
+        membership.tick(draft)
+        _settle(draft)
+    return draft.done()
+
+
+def _settle(draft: Draft) -> None:
+    """Until nothing changes: an admission can complete a publication, a verdict can release one, and so on."""
+    for _ in range(8):
+        before = (draft.changes(), len(draft.examine), len(draft.match))
+        membership.settle(draft)
+        _reconcile(draft)
+        publishing.settle(draft)
+        installing.settle(draft)
+        publishing.settle(draft)
+        if (draft.changes(), len(draft.examine), len(draft.match)) == before:
+            return
+
+
+def _take_in(draft: Draft, event: Event) -> None:
+    match event:
+        case Spoken(host, statement):
+            membership.speak(draft, host, statement)
+        case Beaten(host):
+            membership.sign_of_life(draft, host)
+        case MemberEnded():
+            membership.end(draft, event)
+        case Greeted():
+            _learn(draft, event.hello)
+            membership.greet(draft, event)
+        case Cut(host):
+            membership.cut(draft, host)
+        case Examined():
+            membership.examined(draft, event)
+        case Matched(source, destination, fault):
+            draft.fits[source, destination] = fault
+            draft.matching.discard((source, destination))
+        case Leave():
+            membership.leave(draft, event)
+        case Abandon():
+            publishing.abandon(draft, event)
+        case SetPolicies(policies):
+            draft.policies = policies
+            draft.log("policies.changed", policies=str(policies))
+        case Tick():
+            pass
+
+
+def _recovering(draft: Draft) -> bool:
+    """Without a journal: whether too few members have said what they have. Publications come from the watchdogs' views."""
+    if not draft.recover_from:
+        return False
+    heard = sum(m.said is not None for m in draft.members.values())
+    if heard < draft.recover_from:
+        return True
+    draft.log("supervisor.recovered", members=heard, publications=list(draft.publications))
+    draft.recover_from = 0
+    return False
+
+
+def _learn(draft: Draft, hello: Hello) -> None:
+    """While recovering: take over what a watchdog's view knew of publications."""
+    if not draft.recover_from:
+        return
+    draft.durable = True
+    for doc in hello.publications:
+        draft.weight_version = max(draft.weight_version, doc.weight_version)
+        if doc.id not in draft.publications:
+            draft.put_publication(Publication(doc, draft.now))
+        newest = draft.publications.get(draft.committed)
+        if doc.state is PublicationState.COMMITTED and (
+            newest is None or newest.doc.weight_version < doc.weight_version
+        ):
+            draft.committed = doc.id
+    for said in hello.statements:
+        held = said.holding.weight_version if said.holding is not None else 0
+        draft.weight_version = max(draft.weight_version, held)
+
+
+def _reconcile(draft: Draft) -> None:
+    """After a restart: what a restored group serves is what all its members, the same as before, say by one verdict."""
+    for group in list(draft.groups.values()):
+        doc = group.doc
+        if not group.restored or not doc.whole or "destination" not in doc.roles or doc.verdict or doc.ticket:
+            continue
+        members = [m for _, m in draft.group_members(group)]
+        if not all(m.taking_part for m in members):
+            continue
+        held = {(m.said.holding.ticket, m.said.holding.publication, m.said.holding.weight_version)
+                if m.said is not None and m.said.holding is not None else None for m in members}  # fmt: skip
+        one = held.pop() if len(held) == 1 else None
+        serving = one[2] if one is not None else 0
+        draft.change_group(doc.name, serving=serving, serving_publication=one[1] if one is not None else "")

@@ -1,0 +1,263 @@
+"""The supervisor's state: plain immutable data, and a draft in which one step writes the next state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic_reshard.protocol.deadlines import Deadlines, Policies
+from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, MemberState, PublicationDoc, PublicationState
+from elastic_reshard.protocol.messages import Fill, Statement
+from elastic_reshard.protocol.view import Told
+from elastic_reshard.supervisor.events import Effects, Examine, Examined, Happened, Match
+
+__all__ = ["Covers", "Draft", "Era", "Fragments", "Group", "Host", "Job", "Member", "Publication"]
+
+Covers = Callable[[str, frozenset[int]], bool]
+Fragments = tuple[tuple[str | None, str | None], ...]
+
+_PRESENT = (MemberState.JOINING, MemberState.LIVE, MemberState.LEAVING)
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host's watchdog as last heard."""
+
+    name: str
+    heard: float
+    watchdog: str = ""
+    connected: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One incarnation. said: None if it was not heard in this term. vouched_by: when its host's watchdog must have named it
+    at the latest; None once it did. gone: its process has ended; kept: its arenas have not."""
+
+    doc: MemberDoc
+    said: Statement | None = None
+    vouched_by: float | None = None
+    gone: bool = False
+    kept: bool = True
+    leave_by: float | None = None
+
+    @property
+    def present(self) -> bool:
+        """Its process is there, as far as anybody knows, and it belongs to the job."""
+        return not self.gone and self.doc.state in _PRESENT
+
+    @property
+    def taking_part(self) -> bool:
+        """Present, heard in this term and admitted."""
+        return not self.gone and self.said is not None and self.doc.state in (MemberState.LIVE, MemberState.LEAVING)
+
+    @property
+    def offers(self) -> tuple[Fill, ...]:
+        """Slots that can still be minted, of a dead member too."""
+        readable = self.kept and self.doc.state in (*_PRESENT, MemberState.ORPHANED)
+        return self.said.fills if self.said is not None and readable else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Era:
+    """The publishes of one set of incarnations: those numbered above `start`, whose upper bits count the eras. A group's
+    older era may have one left that was not minted yet."""
+
+    members: tuple[str, ...]
+    start: int
+    layout: str
+    fragments: Fragments
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group. restored: from the journal, and none of its members has gone since. asked, examined: the fragments whose
+    joined layouts were asked for, and the last answer. first_ready: (seq, time) of the first rank that offered it.
+    behind_since: since when it does not serve what was committed last."""
+
+    doc: GroupDoc
+    restored: bool = False
+    asked: Fragments | None = None
+    examined: Examined | None = None
+    eras: tuple[Era, ...] = ()
+    first_ready: tuple[int, float] = (0, 0.0)
+    attempt: int = 0
+    ticket_until: float = 0.0
+    behind_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A publication, and when it began by this supervisor's clock."""
+
+    doc: PublicationDoc
+    begun: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that the supervisor knows. Only `core.step` makes the next one.
+
+    fits: what Match answered, by (source layout, destination layout). waiting: members without a seat, in order.
+    judge_from: before this nobody is given up. recover_from: members that must come before anything is decided.
+    """
+
+    name: str
+    term: int
+    instance: str
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    policies: Policies = field(default_factory=Policies)
+    membership_epoch: int = 0
+    revision: int = 0
+    weight_version: int = 0
+    committed: str = ""
+    members: Mapping[str, Member] = field(default_factory=dict)
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    publications: Mapping[str, Publication] = field(default_factory=dict)
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    fits: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    matching: frozenset[tuple[str, str]] = frozenset()
+    waiting: tuple[str, ...] = ()
+    stepped: float = 0.0
+    judge_from: float = 0.0
+    recover_from: int = 0
+
+
+class Draft:
+    """The next state while one step writes it, and what the step will answer. Every change of a document goes through
+    `put_*`, so that what is told is what changed."""
+
+    def __init__(self, job: Job, now: float, covers: Covers) -> None:
+        self.job, self.now, self.covers = job, now, covers
+        self.policies, self.deadlines = job.policies, job.deadlines
+        self.membership_epoch, self.weight_version, self.committed = (
+            job.membership_epoch,
+            job.weight_version,
+            job.committed,
+        )
+        self.members, self.groups = dict(job.members), dict(job.groups)
+        self.publications, self.hosts = dict(job.publications), dict(job.hosts)
+        self.fits, self.matching, self.waiting = dict(job.fits), set(job.matching), list(job.waiting)
+        self.judge_from, self.recover_from = job.judge_from, job.recover_from
+        self.durable = self.epoch_ended = False
+        self.heard: dict[str, dict[str, int]] = {}
+        self.snapshots: list[str] = []
+        self.examine: list[Examine] = []
+        self.match: list[Match] = []
+        self.happened: list[Happened] = []
+        self._touched: tuple[set[str], set[str], set[str]] = (set(), set(), set())
+
+    # -- reading
+
+    def group_members(self, group: Group) -> Iterator[tuple[int, Member]]:
+        """(rank, member) of every seat that somebody was ever given."""
+        for rank, member in enumerate(group.doc.members):
+            if member in self.members:
+                yield rank, self.members[member]
+
+    def moving(self) -> Publication | None:
+        """The publication that moves, if one does."""
+        return next((p for p in self.publications.values() if p.doc.state is PublicationState.MOVING), None)
+
+    def fit(self, source_layout: str, destination_layout: str) -> str | None:
+        """What Match answered; None while it is being asked."""
+        key = (source_layout, destination_layout)
+        if key not in self.fits and key not in self.matching:
+            self.matching.add(key)
+            self.match.append(Match(*key))
+        return self.fits.get(key)
+
+    def in_use(self, member: str) -> bool:
+        """Whether a publication that moves or may be installed lies in the member's arenas."""
+        return any(
+            source.member == member
+            for p in self.publications.values()
+            if p.doc.state in (PublicationState.MOVING, PublicationState.COMMITTED)
+            for source in p.doc.sources
+        )
+
+    # -- writing
+
+    def put_member(self, member: Member) -> None:
+        """Add or replace."""
+        self.members[member.doc.id] = member
+        self._touched[0].add(member.doc.id)
+
+    def drop_member(self, member: str) -> None:
+        """Remove, document and all."""
+        del self.members[member]
+        self._touched[0].add(member)
+        if member in self.waiting:
+            self.waiting.remove(member)
+
+    def put_group(self, group: Group) -> None:
+        """Add or replace."""
+        self.groups[group.doc.name] = group
+        self._touched[1].add(group.doc.name)
+
+    def change_group(self, name: str, **changes: Any) -> None:
+        """Change fields of a group's document."""
+        group = self.groups[name]
+        if any(getattr(group.doc, key) != value for key, value in changes.items()):
+            self.put_group(replace(group, doc=group.doc.model_copy(update=changes)))
+
+    def drop_group(self, name: str) -> None:
+        """Remove, document and all."""
+        del self.groups[name]
+        self._touched[1].add(name)
+
+    def put_publication(self, publication: Publication) -> None:
+        """Add or replace."""
+        self.publications[publication.doc.id] = publication
+        self._touched[2].add(publication.doc.id)
+
+    def drop_publication(self, publication: str) -> None:
+        """Remove, document and all."""
+        del self.publications[publication]
+        self._touched[2].add(publication)
+
+    def log(self, event: str, **fields: Any) -> None:
+        """One log event."""
+        self.happened.append(Happened(event, fields))
+
+    def changes(self) -> dict[str, Any]:
+        """Documents that differ from those before the step; None for those that are gone."""
+        found: dict[str, Any] = {}
+        old: tuple[Mapping[str, Any], ...] = (self.job.members, self.job.groups, self.job.publications)
+        new: tuple[Mapping[str, Any], ...] = (self.members, self.groups, self.publications)
+        for kind, touched, before, after in zip(
+            ("members", "groups", "publications"), self._touched, old, new, strict=True
+        ):
+            found[kind] = {}
+            for key in sorted(touched):
+                was, now = (side[key].doc if key in side else None for side in (before, after))
+                if was != now:
+                    found[kind][key] = now
+        return found
+
+    def done(self) -> tuple[Job, Effects]:
+        """The next state and the answer."""
+        changes = self.changes()
+        if self.epoch_ended:
+            self.membership_epoch += 1
+        same = (self.membership_epoch, self.committed) == (self.job.membership_epoch, self.job.committed)
+        told = None
+        revision = self.job.revision
+        if not same or any(changes.values()):
+            revision += 1
+            told = Told(
+                term=self.job.term, instance=self.job.instance, base=self.job.revision, revision=revision,
+                membership_epoch=self.membership_epoch, committed=self.committed, **changes,
+            )  # fmt: skip
+        job = replace(
+            self.job, policies=self.policies, membership_epoch=self.membership_epoch, revision=revision,
+            weight_version=self.weight_version, committed=self.committed, members=self.members, groups=self.groups,
+            publications=self.publications, hosts=self.hosts, fits=self.fits, matching=frozenset(self.matching),
+            waiting=tuple(self.waiting), stepped=self.now, judge_from=self.judge_from, recover_from=self.recover_from,
+        )  # fmt: skip
+        effects = Effects(
+            told, self.durable and told is not None, self.heard, tuple(self.snapshots), tuple(self.examine),
+            tuple(self.match), tuple(self.happened),
+        )  # fmt: skip
+        return job, effects
