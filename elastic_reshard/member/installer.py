@@ -1,0 +1,211 @@
+"""Installing: the caller's thread asks, is given its group's ticket, pulls, reports, and hears the group's one verdict."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from elastic_reshard.arena.host import MappedArena
+from elastic_reshard.arena.slots import SlotReader
+from elastic_reshard.errors import GroupBroken, NothingInstallable, RefitTimeout, ReshardError
+from elastic_reshard.log import logger
+from elastic_reshard.member.desk import Desk
+from elastic_reshard.member.puller import Origin, Prepared, Puller, Request
+from elastic_reshard.member.remote import Remote
+from elastic_reshard.protocol.docs import GroupDoc, PublicationDoc, TicketDoc, VerdictDoc
+from elastic_reshard.protocol.hooks import hook
+
+__all__ = ["Installer"]
+
+_log = logger("member")
+
+
+class Installer:
+    """The destination side of one member. One install at a time, in the caller's thread."""
+
+    def __init__(self, desk: Desk, puller: Puller, remote: Remote, deadline: float) -> None:
+        """Describe the tensors and tell the layout. Blocks until `deadline` at most."""
+        self._desk, self._puller, self._remote = desk, puller, remote
+        self._busy = threading.Lock()
+        self._readers: dict[str, SlotReader] = {}
+        body, fragment = puller.describe()
+        remote.put_fragment(body, deadline)
+        desk.core.destination = fragment
+
+    def install(self, timeout: float) -> dict[str, Any]:
+        """See `Member.install`."""
+        deadline = time.monotonic() + timeout
+        if not self._busy.acquire(timeout=timeout):
+            raise RefitTimeout(f"another install of {self._desk.core.member} was under way for {timeout} s")
+        try:
+            return self._install(deadline, timeout)
+        finally:
+            self._busy.release()
+
+    def _install(self, deadline: float, timeout: float) -> dict[str, Any]:
+        core = self._desk.core
+        pause = 0.0
+        with self._desk.changed:
+            self._desk.check()
+            core.ask(timeout)
+            self._desk.say()
+        try:
+            answer = self._granted(deadline, timeout)
+            if isinstance(answer, TicketDoc):
+                pause = self._pull(answer, deadline)
+                answer = self._verdict(deadline, timeout)
+        except BaseException:
+            with self._desk.changed:
+                core.end_call(None)
+                if self._desk.link is not None:
+                    self._desk.say()
+            raise
+        with self._desk.changed:
+            core.end_call(answer)
+            self._desk.say()
+        return self._result(answer, pause)
+
+    def _granted(self, deadline: float, timeout: float) -> TicketDoc | VerdictDoc:
+        core = self._desk.core
+
+        def told() -> TicketDoc | VerdictDoc | None:
+            ticket: TicketDoc | None = core.grant()
+            return core.answer() if ticket is None else ticket
+
+        def late() -> str:
+            group, others = core.my_group, "the other ranks"
+            if group is not None:
+                others = (
+                    ", ".join(m or f"rank {r}" for r, m in enumerate(group.members) if m != core.member) or "nobody"
+                )
+            absent = f" Not there: {', '.join(core.missing())}." if core.missing() else ""
+            return (
+                f"group {core.group.name} did not come to install within {timeout} s: every rank must call install(); "
+                f"{core.member} waited for {others}.{absent}{self._desk.silence()}"
+            )
+
+        with self._desk.changed:
+            answer = self._desk.wait(told, deadline, late)
+            if isinstance(answer, TicketDoc):
+                core.take_up(answer)
+                self._desk.say()
+        hook("member.install.granted")
+        return answer
+
+    def _pull(self, ticket: TicketDoc, deadline: float) -> float:
+        """Copy, compare the generations of all slots that were read, report. Never raises for what others did wrong: the
+        report is how the group learns of it. Seconds in which the live tensors were touched."""
+        core = self._desk.core
+        reason, nbytes, begun = "", 0, time.monotonic()
+        try:
+            prepared = self._prepare(ticket, deadline)
+            begun = time.monotonic()
+            reason = self._changed(prepared)
+            if not reason:
+                hook("member.install.pulling")
+                nbytes = prepared.run()
+                reason = self._changed(prepared)
+            hook("member.install.pulled")
+        except BaseException as error:
+            self._report(f"{type(error).__name__}: {error}", time.monotonic() - begun, nbytes)
+            raise
+        seconds = time.monotonic() - begun
+        self._report(reason, seconds, nbytes)
+        _log.info("install.pulled", member=core.member, ticket=ticket.id, version=ticket.weight_version, reason=reason,
+                  seconds=round(seconds, 4), nbytes=nbytes)  # fmt: skip
+        return seconds
+
+    def _report(self, reason: str, seconds: float, nbytes: int) -> None:
+        with self._desk.changed:
+            self._desk.core.report(not reason, reason, seconds, nbytes)
+            if self._desk.link is not None:
+                self._desk.say()
+        hook("member.install.reported")
+
+    @staticmethod
+    def _changed(prepared: Prepared) -> str:
+        ranks = prepared.changed()
+        return f"slots of source ranks {ranks} were written again while they were read" if ranks else ""
+
+    def _prepare(self, ticket: TicketDoc, deadline: float) -> Prepared:
+        with self._desk.changed:
+            publication = self._desk.core.view.publications.get(ticket.publication)
+            group = self._desk.core.my_group
+        if publication is None or group is None or group.destination_layout is None:
+            raise ReshardError(f"ticket {ticket.id} is for a publication that the view does not have; install again")
+        source, _ = self._remote.layout(publication.layout, deadline)
+        destination, correspondences = self._remote.layout(group.destination_layout, deadline)
+        origins = {s.rank: Origin(self._reader(s.arena, deadline), s.slot, s.generation) for s in publication.sources}
+        prepared = self._puller.check(Request(source, destination, origins, correspondences))
+        self._forget(publication)
+        return prepared
+
+    def _reader(self, arena: str, deadline: float) -> SlotReader:
+        """The arena, mapped once and kept: a fresh mapping's first read costs twice."""
+        if arena not in self._readers:
+            if self._desk.link is None:
+                raise ReshardError(f"{self._desk.core.member} has left")
+            held = self._desk.link.arena(arena, deadline)
+            self._readers[arena] = SlotReader(MappedArena(held.fd), held.table, arena)
+        return self._readers[arena]
+
+    def _forget(self, publication: PublicationDoc) -> None:
+        """Unmap arenas that neither this publication nor any in the view lies in."""
+        with self._desk.changed:
+            known = {s.arena for doc in self._desk.core.view.publications.values() for s in doc.sources}
+        for arena in set(self._readers) - known - {s.arena for s in publication.sources}:
+            reader = self._readers.pop(arena)
+            self._puller.forget(reader)
+            reader.close()
+
+    def _verdict(self, deadline: float, timeout: float) -> VerdictDoc:
+        core = self._desk.core
+
+        def late() -> str:
+            return (
+                f"{core.member} installed, but heard no verdict of its group within {timeout} s{self._desk.silence()}. Do "
+                "not serve; call install() again: it returns the verdict, or repeats the install"
+            )
+
+        with self._desk.changed:
+            return self._desk.wait(core.answer, deadline, late)
+
+    def _result(self, verdict: VerdictDoc, pause: float) -> dict[str, Any]:
+        core = self._desk.core
+        if verdict.verdict == "partial":
+            raise GroupBroken(
+                f"group {core.group.name} is PARTIAL: installing version {verdict.weight_version} broke off "
+                f"({verdict.reason}). Its tensors may be of two versions: do not serve, install again",
+                verdict.members,
+            )
+        if verdict.verdict == "nothing" and not verdict.publication:
+            raise NothingInstallable(f"nothing was committed yet, so group {core.group.name} has nothing to install")
+        with self._desk.changed:
+            publication = core.view.publications.get(verdict.publication)
+            epoch, group = core.view.membership_epoch, core.my_group
+        return _told(verdict, publication, pause, epoch, group, core.install.nbytes)
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for reader in self._readers.values():
+            self._puller.forget(reader)
+            reader.close()
+        self._readers.clear()
+
+
+def _told(
+    verdict: VerdictDoc, doc: PublicationDoc | None, pause: float, epoch: int, group: GroupDoc | None, nbytes: int
+) -> dict[str, Any]:
+    changed = verdict.verdict == "current"
+    return {
+        "weight_version": verdict.weight_version,
+        "publication": verdict.publication,
+        "label": doc.label if doc is not None else None,
+        "extras": dict(doc.extras) if doc is not None else {},
+        "changed": changed,
+        "group": group.name if group is not None else "",
+        "install_pause": pause,
+        "nbytes": nbytes if changed else 0,
+        "membership_epoch": epoch,
+    }

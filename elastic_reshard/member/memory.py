@@ -1,0 +1,105 @@
+"""Whether memory that is about to be taken is there: asked at `join`, so that a publish can't fail for want of it.
+
+Nothing is reserved: what others take afterwards is not seen. Linux only, like arenas.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypedDict
+
+from elastic_reshard.errors import ArenaError
+
+__all__ = ["MemoryReport", "check_fits", "free_memory"]
+
+_PAGE = resource.getpagesize()
+
+
+class MemoryReport(TypedDict):
+    """Bytes. free: by each limit that there is ("MemAvailable", "cgroup", "RLIMIT_AS"); limit: the tightest one's name."""
+
+    what: str
+    needed: int
+    free: dict[str, int]
+    limit: str
+
+
+def _number(path: Path) -> int | None:
+    """A file's only number; None where there is no such file, or it says "max"."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Lines of name and number."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    split = (line.replace(":", " ").split() for line in lines)
+    return {row[0]: int(row[1]) for row in split if len(row) >= 2 and row[1].isdecimal()}
+
+
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Folders of this process's cgroup (v2) and its parents: each may have a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mount = root / "sys/fs/cgroup"
+    for line in lines:
+        if line.startswith("0::"):
+            folder = mount / line.removeprefix("0::").lstrip("/")
+            while folder != mount and mount in folder.parents:
+                yield folder
+                folder = folder.parent
+            yield mount  # in a container its own limit shows here
+
+
+def _cgroup_free(root: Path) -> int | None:
+    """Bytes left below the tightest limit of cgroup v2; page cache that can be given back counts as free."""
+    found = []
+    for folder in _cgroups(root):
+        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+        if limit is not None and used is not None:
+            cache = _fields(folder / "memory.stat").get("inactive_file", 0)
+            found.append(max(0, limit - max(0, used - cache)))
+    return min(found, default=None)
+
+
+def _address_space_free(root: Path) -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft == resource.RLIM_INFINITY:
+        return None
+    size = (root / "proc/self/statm").read_text().split()[0]
+    return max(0, soft - int(size) * _PAGE)
+
+
+def free_memory(root: Path = Path("/")) -> dict[str, int]:
+    """Bytes that this process may still take, by each limit that there is. Takes a millisecond; `root` is for tests."""
+    available = _fields(root / "proc/meminfo").get("MemAvailable")
+    found = {
+        "MemAvailable": available * 1024 if available is not None else None,
+        "cgroup": _cgroup_free(root),
+        "RLIMIT_AS": _address_space_free(root),
+    }
+    return {name: free for name, free in found.items() if free is not None}
+
+
+def check_fits(needed: int, what: str, root: Path = Path("/")) -> MemoryReport:
+    """The report for `needed` bytes of `what`. ArenaError, naming all figures, if a limit leaves less than that."""
+    free = free_memory(root)
+    limit = min(free, key=lambda name: free[name], default="")
+    report: MemoryReport = {"what": what, "needed": needed, "free": free, "limit": limit}
+    if limit and free[limit] < needed:
+        figures = ", ".join(f"{name} leaves {n} bytes ({n / 2**30:.2f} GiB)" for name, n in free.items())
+        raise ArenaError(
+            f"{what} needs {needed} bytes ({needed / 2**30:.2f} GiB), but {figures}; nothing was taken. Give the process "
+            "more memory, publish in a smaller wire_dtype, or spread the model over more members"
+        )
+    return report

@@ -1,0 +1,69 @@
+"""What a member asks the supervisor for directly: what job this is, and bodies of layouts by content id, kept."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_reshard.errors import Unauthorized
+from elastic_reshard.layout import Correspondence, ModelLayout
+from elastic_reshard.layout.fragments import canonical
+from elastic_reshard.protocol import places
+from elastic_reshard.protocol.deadlines import Deadlines
+from elastic_reshard.supervisor.client import SupervisorClient
+from elastic_reshard.supervisor.examine import Side
+
+__all__ = ["Remote"]
+
+_CALL = 5.0  # most seconds of one attempt
+
+
+class Remote:
+    """One member's way to the supervisor's HTTP side. Any thread. A connection a call: these are few, and cold.
+
+    Deadlines are of time.monotonic(); while nobody listens a call is tried again until then. Raises SupervisorUnreachable,
+    Unauthorized, ProtocolError.
+    """
+
+    def __init__(self, url: str, token: str | None, runtime: Path | None) -> None:
+        self.url, self.runtime = places.base_url(url), runtime
+        self.token = token or os.environ.get(places.TOKEN_VARIABLE) or self._kept_token()
+        self._sides: dict[str, Side] = {}
+        self._lock = threading.Lock()
+
+    def _kept_token(self) -> str:
+        place = places.place_of(self.url, runtime=self.runtime)
+        if place is None or not place.token:
+            raise Unauthorized(
+                f"the token of the job at {self.url} is not known here; pass token=, or set ${places.TOKEN_VARIABLE} "
+                "(a supervisor of this user on this machine leaves it in the runtime folder)"
+            )
+        return place.token
+
+    def _client(self, deadline: float) -> SupervisorClient:
+        left = max(0.05, deadline - time.monotonic())
+        return SupervisorClient(self.url, self.token, timeout=min(_CALL, left), patience=left)
+
+    def about(self, deadline: float) -> tuple[str, Deadlines]:
+        """(the job's name, its deadlines)."""
+        with self._client(deadline) as client:
+            health = client.health()
+        return str(health["job"]), Deadlines(**health["deadlines"])
+
+    def put_fragment(self, body: Mapping[str, Any], deadline: float) -> None:
+        """Hand in what a fragment's id stands for."""
+        with self._client(deadline) as client:
+            client.put_fragment(body)
+
+    def layout(self, key: str, deadline: float) -> tuple[ModelLayout, tuple[Correspondence, ...] | None]:
+        """A group's layout, and its correspondences. Asks the first time only."""
+        with self._lock:
+            if key not in self._sides:
+                with self._client(deadline) as client:
+                    self._sides[key] = Side.of_body(canonical(client.layout(key)))
+            side = self._sides[key]
+        return side.model, side.correspondences

@@ -1,0 +1,375 @@
+"""Joining a job: what a trainer rank or an inference rank writes.
+
+    m = er.join("127.0.0.1:29700", name="trainer-0", role="source", group=er.Group("trainer", size=2, rank=0),
+                tensors=model.state_dict, wire_dtype=torch.bfloat16)
+    pub = m.publish(label="step-7")
+
+    m = er.join("127.0.0.1:29700", name="engine-0", role="destination", group=er.Group("engine", size=2, rank=0),
+                tensors=params)
+    result = m.install(timeout=60)
+
+Live tensors are touched by the thread that calls publish or install, and by nobody else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from pydantic import ValidationError
+
+from elastic_reshard.errors import JoinRefused, LayoutError, NotAMember, RefitTimeout
+from elastic_reshard.layout import Correspondence, ModelLayout
+from elastic_reshard.log import logger
+from elastic_reshard.member.core import MemberCore
+from elastic_reshard.member.desk import Desk
+from elastic_reshard.member.filler import Filler
+from elastic_reshard.member.installer import Installer
+from elastic_reshard.member.memory import MemoryReport
+from elastic_reshard.member.publisher import Publication, Publisher
+from elastic_reshard.member.puller import Install, Puller
+from elastic_reshard.member.remote import Remote
+from elastic_reshard.member.tensors import Tensors, Wire
+from elastic_reshard.member.watcher import Event, Watcher
+from elastic_reshard.protocol import ids
+from elastic_reshard.protocol.base import Role
+from elastic_reshard.protocol.docs import MemberState
+from elastic_reshard.protocol.messages import GroupSpec
+from elastic_reshard.watchdog.link import HostLink
+from elastic_reshard.watchdog.start import HostConfig
+
+__all__ = ["Group", "Member", "join"]
+
+_log = logger("member")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Members that stand and fall together: a trainer gang, or an engine. This one is rank `rank` of `size`."""
+
+    name: str
+    size: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class _Side:
+    """What `join` was given for one role."""
+
+    tensors: Tensors | None
+    layout: ModelLayout | None
+
+
+def join(
+    url: str,
+    *,
+    name: str,
+    group: Group,
+    role: Role | None = None,
+    roles: Sequence[Role] | frozenset[Role] | set[Role] = (),
+    tensors: Tensors | None = None,
+    layout: ModelLayout | None = None,
+    wire_dtype: Wire = None,
+    install: Install | None = None,
+    install_buffer: int | None = None,
+    correspondences: Sequence[Correspondence] | None = None,
+    destination_tensors: Tensors | None = None,
+    destination_layout: ModelLayout | None = None,
+    host: str | None = None,
+    token: str | None = None,
+    runtime: str | os.PathLike[str] | None = None,
+    renumber: Mapping[int, int] | None = None,
+    deadline: float = 120.0,
+) -> Member:
+    """Become a member of the job at `url` ("HOST:PORT" or a URL). Every rank of the group calls it; returns when all are
+    there and their layouts fit all others of the job. Blocks `deadline` seconds at most.
+
+    name: of this process, unique in the group; a restarted process may use it again. role: "source" or "destination"; or
+        `roles` with both: then `tensors` and `layout` are the source's, `destination_tensors` and `destination_layout` the
+        other side's.
+    tensors: this rank's tensors by name, or a callable that returns them, asked again at every publish and install:
+        DTensors, plain local tensors with `layout` (in group ranks), or plain ones that are whole.
+    wire_dtype: sources: the floating-point dtype to cast to, for all, or by name. correspondences: destinations: fused,
+        renamed or transposed parameters. renumber: group rank of each global rank that DTensors' meshes name.
+    install: destinations: called with an iterator of (name, tensor), assembled one at a time in a buffer of at most
+        `install_buffer` bytes, instead of filling `tensors` in place; needs `layout`.
+    host: label of this machine; members with one label share memory. token: the job's, else $ELASTIC_RESHARD_TOKEN, else what
+        the supervisor left in the runtime folder. runtime: that folder, where the host's watchdog has its socket.
+
+    Raises JoinRefused (naming every layout violation), Unauthorized, ArenaError (memory that does not fit), LayoutError,
+    SupervisorUnreachable, RefitTimeout (naming the ranks that are not there). After any of these nothing is left behind.
+    """
+    end = time.monotonic() + deadline
+    wanted = frozenset(roles) | ({role} if role is not None else frozenset())
+    _check_arguments(wanted, group, install, tensors, layout, destination_tensors)
+    remote = Remote(url, token, Path(runtime) if runtime is not None else None)
+    job, deadlines = remote.about(end)
+    label = host or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:128]
+    try:
+        spec = GroupSpec(name=group.name, size=group.size, rank=group.rank)
+        core = MemberCore(ids.member_id(name, ids.incarnation()), spec, wanted, label, os.getpid())
+        core.statement()
+    except ValidationError as error:
+        raise LayoutError(f"names are 1 to 128 letters, digits, dots, dashes or underscores: {error}") from None
+    sides = (_Side(tensors, layout), _Side(destination_tensors, destination_layout))
+    if wanted == {"destination"}:
+        sides = (sides[1], sides[0])
+    member = Member(Desk(core), remote)
+    try:
+        member._prepare(sides, wire_dtype, install, install_buffer, correspondences, renumber, end)
+        config = HostConfig(
+            job=job, host=label, url=remote.url, token=remote.token, runtime=remote.runtime, deadlines=deadlines
+        )
+        member._attach(config, end)
+        member._await_admission(end, deadline)
+    except BaseException:
+        member._abandon()
+        raise
+    return member
+
+
+def _check_arguments(
+    roles: frozenset[Role],
+    group: Group,
+    install: Install | None,
+    tensors: Tensors | None,
+    layout: ModelLayout | None,
+    destination_tensors: Tensors | None,
+) -> None:
+    faults = []
+    if not roles or not roles <= {"source", "destination"}:
+        faults.append(f'roles are "source" and "destination", not {sorted(roles)}')
+    if not 0 <= group.rank < group.size:
+        faults.append(f"rank {group.rank} is none of a group of {group.size}")
+    if "source" in roles and tensors is None:
+        faults.append("a source gives its tensors")
+    both = len(roles) == 2
+    if "destination" in roles:
+        filled = destination_tensors if both else tensors
+        if (filled is None) == (install is None):
+            what = "destination_tensors" if both else "tensors"
+            faults.append(
+                f"a destination gives either {what}, to be filled in place, or install together with a layout"
+            )
+    if install is not None and "destination" not in roles:
+        faults.append("install is for destinations")
+    if faults:
+        raise LayoutError("join cannot work: " + "; ".join(faults))
+
+
+class Member:
+    """This process, as a member of the job. Made by `join`. publish and install block only as long as they say; different
+    threads may publish, install, watch and ask at the same time."""
+
+    def __init__(self, desk: Desk, remote: Remote) -> None:
+        self._desk, self._remote = desk, remote
+        self._publisher: Publisher | None = None
+        self._installer: Installer | None = None
+        self._closing = threading.Lock()
+
+    # -- joining
+
+    def _prepare(
+        self,
+        sides: tuple[_Side, _Side],
+        wire: Wire,
+        install: Install | None,
+        limit: int | None,
+        correspondences: Sequence[Correspondence] | None,
+        renumber: Mapping[int, int] | None,
+        deadline: float,
+    ) -> None:
+        core = self._desk.core
+        source, destination = sides
+        if "source" in core.roles and source.tensors is not None:
+            filler = Filler(source.tensors, source.layout, wire, core.group.rank, renumber)
+            self._publisher = Publisher(self._desk, filler, self._remote, deadline)
+        if "destination" in core.roles:
+            puller = Puller(
+                core.group.rank, tensors=destination.tensors if install is None else None, given=destination.layout,
+                install=install, correspondences=tuple(correspondences) if correspondences is not None else None,
+                limit=limit, renumber=renumber,
+            )  # fmt: skip
+            self._installer = Installer(self._desk, puller, self._remote, deadline)
+
+    def _attach(self, config: HostConfig, deadline: float) -> None:
+        desk = self._desk
+        with desk.changed:
+            first = desk.core.statement()
+        link = HostLink(config, first, hear=desk.hear, changed=desk.wake)
+        link.open(deadline)
+        with desk.changed:
+            desk.link = link
+        if self._publisher is not None:
+            self._publisher.offer_arena()
+
+    def _await_admission(self, deadline: float, seconds: float) -> None:
+        core = self._desk.core
+
+        def admitted() -> bool | None:
+            doc = core.me
+            if doc is not None and doc.state is MemberState.REFUSED:
+                raise JoinRefused(f"{core.member} was refused: {doc.reason}")
+            return True if core.admitted else None
+
+        def late() -> str:
+            doc = core.me
+            held = f" {doc.reason}." if doc is not None and doc.reason else ""
+            return (
+                f"group {core.group.name} was not complete within {seconds} s; missing: "
+                f"{', '.join(core.missing()) or 'nobody (its layouts are still being compared)'}.{held}{self._desk.silence()}"
+            )
+
+        with self._desk.changed:
+            self._desk.wait(admitted, deadline, late)
+        _log.info("member.joined", member=core.member, epoch=core.view.membership_epoch, term=core.view.term)
+
+    # -- what a user calls
+
+    @property
+    def id(self) -> str:
+        """Name and incarnation."""
+        return self._desk.core.member
+
+    @property
+    def weight_version(self) -> int:
+        """The version that this member's tensors hold by its group's verdict; 0: none, do not serve."""
+        with self._desk.changed:
+            held = self._desk.core.holding
+        return held.weight_version if held is not None else 0
+
+    @property
+    def membership_epoch(self) -> int:
+        """Rises with every change of the set of members."""
+        with self._desk.changed:
+            return self._desk.core.view.membership_epoch
+
+    @property
+    def memory(self) -> MemoryReport | None:
+        """Bytes of a source's arena, and what was free before it was made."""
+        return self._publisher.memory if self._publisher is not None else None
+
+    def publish(
+        self, label: str | None = None, *, extras: Mapping[str, Any] | None = None, timeout: float = 60.0
+    ) -> Publication:
+        """Copy this rank's tensors into a free slot and offer them. Every rank of the gang calls it for the same steps, with
+        the same label. Returns after the local copy; the version lives on from then even if this process dies.
+
+        label: opaque, may repeat or go back. extras: a small JSON-ready dict that travels along (rank 0's counts).
+        Blocks for the copy, and at most `timeout` seconds for a free slot. Raises SlotsBusy (naming who holds them),
+        LayoutError (a changed layout that cannot be served; nothing was copied), NotAMember.
+        """
+        if self._publisher is None:
+            raise NotAMember(f"{self.id} is no source; join with role='source'")
+        return self._publisher.publish(label, extras, timeout)
+
+    def install(self, timeout: float = 120.0) -> dict[str, Any]:
+        """Install the newest committed version, in this thread. Every rank of the group calls it, its engine paused; one
+        verdict for all. Blocks until the verdict, at most `timeout` seconds.
+
+        Returns a plain dict: weight_version, label, extras, publication, changed (False: nothing newer than what the group
+        serves), install_pause (seconds), nbytes, group, membership_epoch.
+        Raises GroupBroken (the group is PARTIAL: do not serve, install again), NothingInstallable (nothing was committed
+        yet), RefitTimeout, NotAMember.
+        """
+        if self._installer is None:
+            raise NotAMember(f"{self.id} is no destination; join with role='destination'")
+        return self._installer.install(timeout)
+
+    def receive(self, timeout: float = 300.0) -> int:
+        """Wait for a version newer than what the group serves, and install it. Returns its weight_version. Raises as
+        `install`."""
+        deadline = time.monotonic() + timeout
+        core = self._desk.core
+
+        def late() -> str:
+            serving = core.my_group.serving if core.my_group is not None else 0
+            return f"no version newer than {serving} within {timeout} s{self._desk.silence()}"
+
+        with self._desk.changed:
+            self._desk.wait(core.installable, deadline, late)
+        return int(self.install(max(0.1, deadline - time.monotonic()))["weight_version"])
+
+    def watch(self, timeout: float | None = None) -> Iterator[Event]:
+        """Events as they come: pending, installable, partial, abandoned, leave. Blocks between them; ends when this member
+        has left, or after `timeout` seconds without one. Each watch is a listener of its own and begins with what is true."""
+        watcher = Watcher(self._desk.core)
+        while True:
+            deadline = time.monotonic() + (timeout if timeout is not None else 3600.0)
+
+            def news() -> list[Event] | None:
+                return list(watcher.news()) or None
+
+            try:
+                with self._desk.changed:
+                    found = self._desk.wait(news, deadline, lambda: "no event")
+            except NotAMember:
+                return
+            except RefitTimeout:
+                if timeout is None:
+                    continue
+                return
+            yield from found
+
+    def leave(self, deadline: float = 30.0) -> None:
+        """Leave the job: the group stops being whole, what this member published stays to be installed. Blocks until the
+        supervisor has taken note, at most `deadline` seconds; then this process is detached, whatever it said.
+
+        Raises RefitTimeout if the supervisor could not be told (it will find out by itself). May be called again."""
+        if self._desk.link is None:
+            return
+        core = self._desk.core
+        end = time.monotonic() + deadline
+
+        def noted() -> bool | None:
+            doc = core.me
+            return True if doc is None or doc.state not in (MemberState.LIVE, MemberState.LEAVING) else None
+
+        try:
+            with self._desk.changed:
+                if not core.out:
+                    core.leaving = True
+                    self._desk.say()
+                    self._desk.wait(
+                        noted,
+                        end,
+                        lambda: f"{core.member} left, but the supervisor did not take note{self._desk.silence()}",
+                    )
+        except NotAMember:
+            pass
+        finally:
+            self._detach(graceful=True)
+
+    def _abandon(self) -> None:
+        """Joining failed: say so, so that nobody waits for this process."""
+        with self._desk.changed:
+            if self._desk.link is not None:
+                self._desk.core.leaving = True
+                self._desk.say()
+        self._detach(graceful=True)
+
+    def _detach(self, graceful: bool) -> None:
+        with self._closing:
+            with self._desk.changed:
+                link, self._desk.link = self._desk.link, None
+                self._desk.changed.notify_all()
+            if link is not None:
+                link.close(graceful=graceful)
+            if self._installer is not None:
+                self._installer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
