@@ -32,6 +32,8 @@ def raw(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 def tensor_over(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
     """The array's memory as a tensor of that dtype, no copy. The caller does not write to a read-only one."""
+    if array.flags.writeable:
+        return torch.from_numpy(array.view(_NUMPY[array.dtype.itemsize])).view(dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(array.view(_NUMPY[array.dtype.itemsize])).view(dtype)
