@@ -1,9 +1,32 @@
-"""Descriptor-owned memory and tensors on it (host: memfd), and the channel that passes it on in a domain."""
+"""Descriptor-owned memory and tensors on it (host: memfd), and the channel that passes it on in a domain.
 
-from elastic_reshard.arena.channel import DomainChannel, Message
-from elastic_reshard.arena.copies import Copies, raw, tensor_over
-from elastic_reshard.arena.host import HostArena, Located, MappedArena, empty, empty_like, locate
-from elastic_reshard.arena.mesh import Listener, connect_mesh
+Names are loaded when first used, so that services that need no torch can import `arena.channel`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_reshard.arena.channel import DomainChannel, Message
+    from elastic_reshard.arena.copies import Copies, raw, tensor_over
+    from elastic_reshard.arena.host import HostArena, Located, MappedArena, empty, empty_like, locate
+    from elastic_reshard.arena.mesh import Listener, connect_mesh
+
+_HOME = {
+    "Copies": "copies",
+    "DomainChannel": "channel",
+    "HostArena": "host",
+    "Listener": "mesh",
+    "Located": "host",
+    "MappedArena": "host",
+    "Message": "channel",
+    "connect_mesh": "mesh",
+    "empty": "host",
+    "empty_like": "host",
+    "locate": "host",
+    "raw": "copies",
+    "tensor_over": "copies",
+}
 
 __all__ = [
     "Copies",
@@ -20,3 +43,9 @@ __all__ = [
     "raw",
     "tensor_over",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'elastic_reshard.arena' has no attribute {name!r}")
+    return getattr(import_module(f"elastic_reshard.arena.{_HOME[name]}"), name)

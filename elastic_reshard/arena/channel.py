@@ -21,7 +21,7 @@ from typing import Final, NamedTuple, Self
 
 from elastic_reshard.errors import ArenaError, PeerLost, TransferError, TransferTimeout
 
-__all__ = ["Closing", "DomainChannel", "Message"]
+__all__ = ["MAX_FDS", "Closing", "DomainChannel", "Inbox", "Message", "close_all", "header", "rights"]
 
 MAX_FDS: Final = 253  # SCM_MAX_FD of the kernel
 MAX_PAYLOAD: Final = 1 << 30
@@ -71,27 +71,65 @@ class Message(NamedTuple):
     fds: tuple[int, ...]
 
 
-class _Inbox:
-    """Bytes and descriptors of one peer that are not whole messages yet."""
+def header(tag: int, length: int, count: int) -> bytes:
+    """What goes before a payload of `length` bytes with `count` descriptors."""
+    return _HEADER.pack(tag, length, count)
 
-    __slots__ = ("body", "fds", "filled", "header", "rest")
 
-    def __init__(self) -> None:
+def rights(fds: Sequence[int]) -> list[tuple[int, int, array[int]]]:
+    """The ancillary data that carries descriptors, for sendmsg."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
+
+
+class Inbox:
+    """Bytes and descriptors of one peer that are not whole messages yet.
+
+    limit: the longest payload in bytes; a peer that announces more gets no memory for it but ArenaError."""
+
+    __slots__ = ("body", "fds", "filled", "header", "limit", "rest")
+
+    def __init__(self, limit: int = MAX_PAYLOAD) -> None:
+        self.limit = limit
         self.fds: deque[int] = deque()
         self.rest = b""  # less than a header
         self.header = (0, 0)  # tag and descriptors of the payload that is being filled
         self.body: memoryview | None = None
         self.filled = 0
 
+    def read(self, peer: int, sock: socket.socket, buffer: memoryview) -> list[Message] | None:
+        """One read from the socket: the messages that it makes whole, or None at its end.
+
+        Raises BlockingIOError if nothing has arrived, ConnectionError, ArenaError for what is no message."""
+        if self.body is not None:
+            count = sock.recv_into(self.body[self.filled :])
+        else:
+            count, ancillary, _, _ = sock.recvmsg_into([buffer], _ANCILLARY, _CLOEXEC)
+            if ancillary:
+                _collect_fds(self.fds, ancillary)
+        if count == 0:
+            return None
+        return self.fill(peer, count) if self.body is not None else self.feed(peer, buffer[:count])
+
+    def close(self) -> None:
+        """Close the descriptors that belong to no whole message."""
+        while self.fds:
+            os.close(self.fds.popleft())
+
     def feed(self, peer: int, data: memoryview) -> list[Message]:
         """The messages that `data`, read while no payload is being filled, makes whole."""
-        messages = []
+        messages: list[Message] = []
         if self.rest:
             data = memoryview(self.rest + data)
         at = 0
         while len(data) - at >= _HEADER.size:
             tag, length, count = _HEADER.unpack_from(data, at)
             at += _HEADER.size
+            if length > self.limit or count > MAX_FDS:
+                _close_messages(messages)
+                raise ArenaError(
+                    f"peer {peer} announced a message of {length} bytes and {count} descriptors; the limits are "
+                    f"{self.limit} bytes and {MAX_FDS} descriptors, so it speaks something else or is another version"
+                )
             if len(data) - at < length:
                 # The rest is read straight into the payload, however long it is.
                 self.header, self.body = (tag, count), memoryview(bytearray(length))
@@ -99,6 +137,8 @@ class _Inbox:
                 self.body[: self.filled] = data[at:]
                 at = len(data)
                 break
+            if count > len(self.fds):
+                _close_messages(messages)
             messages.append(self._message(peer, tag, count, bytes(data[at : at + length])))
             at += length
         self.rest = bytes(data[at:])
@@ -133,7 +173,7 @@ class DomainChannel(Closing):
         self._why: dict[int, str] = {}
         self._sockets = dict(sockets)
         self._peer_of = {s.fileno(): peer for peer, s in sockets.items()}
-        self._inboxes = {peer: _Inbox() for peer in sockets}
+        self._inboxes = {peer: Inbox() for peer in sockets}
         self._queues: dict[tuple[int, int], deque[Message]] = {}
         self._buffer = memoryview(bytearray(_CHUNK))
         self._closed = False
@@ -158,14 +198,14 @@ class DomainChannel(Closing):
         self._check((peer,))
         if peer in self.ended:
             raise self._lost((peer,))
-        header = _HEADER.pack(tag, len(payload), len(fds))
-        sent = self._try_send(peer, [header, payload] if payload else [header], fds)
-        if sent == len(header) + len(payload):
+        head = header(tag, len(payload), len(fds))
+        sent = self._try_send(peer, [head, payload] if payload else [head], fds)
+        if sent == len(head) + len(payload):
             return
-        if sent < len(header):
-            rest = memoryview(header + payload)[sent:]
+        if sent < len(head):
+            rest = memoryview(head + payload)[sent:]
         else:
-            rest = memoryview(payload)[sent - len(header) :]
+            rest = memoryview(payload)[sent - len(head) :]
         self._send_rest(peer, rest, () if sent else fds, sent > 0, deadline)
 
     def take(self, peer: int, tag: int, *, deadline: float, strict: bool = True) -> Message:
@@ -204,10 +244,10 @@ class DomainChannel(Closing):
         for sock in self._sockets.values():
             sock.close()
         for inbox in self._inboxes.values():
-            _close_all(inbox.fds)
+            inbox.close()
         for queue in self._queues.values():
             for message in queue:
-                _close_all(message.fds)
+                close_all(message.fds)
         self._sockets.clear()
         self._inboxes.clear()
         self._queues.clear()
@@ -232,19 +272,7 @@ class DomainChannel(Closing):
         """One read from one peer; whether there was something (an end counts)."""
         sock, inbox = self._sockets[peer], self._inboxes[peer]
         try:
-            if inbox.body is not None:
-                count = sock.recv_into(inbox.body[inbox.filled :])
-            else:
-                count, ancillary, _, _ = sock.recvmsg_into([self._buffer], _ANCILLARY, _CLOEXEC)
-                if ancillary:
-                    _collect_fds(inbox.fds, ancillary)
-            if count == 0:
-                self._end(peer, "closed its connection")
-                return True
-            if inbox.body is not None:
-                messages = inbox.fill(peer, count)
-            else:
-                messages = inbox.feed(peer, self._buffer[:count])
+            messages = inbox.read(peer, sock, self._buffer)
         except BlockingIOError:
             return False
         except ConnectionError as error:
@@ -253,6 +281,9 @@ class DomainChannel(Closing):
         except ArenaError as error:
             self._end(peer, str(error))
             raise
+        if messages is None:
+            self._end(peer, "closed its connection")
+            return True
         for message in messages:
             self._queues.setdefault((peer, message.tag), deque()).append(message)
         return True
@@ -266,16 +297,15 @@ class DomainChannel(Closing):
         self._poll.unregister(sock)
         del self._peer_of[sock.fileno()]
         sock.close()
-        _close_all(self._inboxes[peer].fds)
-        self._inboxes[peer] = _Inbox()
+        self._inboxes[peer].close()
+        self._inboxes[peer] = Inbox()
 
     def _try_send(self, peer: int, parts: Sequence[bytes | memoryview], fds: Sequence[int]) -> int:
         """How many bytes the system took; 0 if the peer's buffer is full. Descriptors go with the first."""
         sock = self._sockets[peer]
         try:
             if fds:
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", fds))]
-                return sock.sendmsg(parts, rights)
+                return sock.sendmsg(parts, rights(fds))
             return sock.send(parts[0]) if len(parts) == 1 else sock.sendmsg(parts)
         except BlockingIOError:
             return 0
@@ -338,6 +368,12 @@ def _collect_fds(into: deque[int], ancillary: Sequence[tuple[int, int, bytes]]) 
             into.extend(fds)
 
 
+def _close_messages(messages: Sequence[Message]) -> None:
+    """Messages that nobody will be handed."""
+    for message in messages:
+        close_all(message.fds)
+
+
 def _fds_lost(peer: int) -> ArenaError:
     return ArenaError(
         f"descriptors from member {peer} did not arrive: this process has reached its limit on open files; "
@@ -345,6 +381,7 @@ def _fds_lost(peer: int) -> ArenaError:
     )
 
 
-def _close_all(fds: Collection[int]) -> None:
+def close_all(fds: Collection[int]) -> None:
+    """Close these descriptors."""
     for fd in fds:
         os.close(fd)
