@@ -12,7 +12,7 @@ Names are loaded when first used, so that commands and services that need no tor
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from elastic_reshard.arena import HostArena, empty, empty_like
@@ -30,30 +30,43 @@ if TYPE_CHECKING:
         TensorLayout,
     )
     from elastic_reshard.layout.dtensor import layout_of
+    from elastic_reshard.member import Event, Group, Member, Publication, join
     from elastic_reshard.plan import Plan, PlanOptions, Topology
+    from elastic_reshard.protocol.deadlines import Deadlines, Policies
+    from elastic_reshard.supervisor.client import SupervisorClient
+    from elastic_reshard.supervisor.server import Supervisor
     from elastic_reshard.transport import Endpoint
 
 _HOME = {
     "Box": "layout",
     "Correspondence": "layout",
+    "Deadlines": "protocol.deadlines",
     "Declared": "layout",
     "Endpoint": "transport",
+    "Event": "member",
+    "Group": "member",
     "Handle": "collective",
     "HostArena": "arena",
+    "Member": "member",
     "Mesh": "layout",
     "ModelLayout": "layout",
     "Plan": "plan",
     "PlanOptions": "plan",
+    "Policies": "protocol.deadlines",
+    "Publication": "member",
     "Replicate": "layout",
     "Report": "collective",
     "ReshardError": "errors",
     "Shard": "layout",
     "StridedShard": "layout",
+    "Supervisor": "supervisor.server",
+    "SupervisorClient": "supervisor.client",
     "TensorLayout": "layout",
     "Topology": "plan",
     "close_all": "collective",
     "empty": "arena",
     "empty_like": "arena",
+    "join": "member",
     "layout_of": "layout.dtensor",
     "reshard": "collective",
 }
@@ -61,25 +74,34 @@ _HOME = {
 __all__ = [
     "Box",
     "Correspondence",
+    "Deadlines",
     "Declared",
     "Endpoint",
+    "Event",
+    "Group",
     "Handle",
     "HostArena",
+    "Member",
     "Mesh",
     "ModelLayout",
     "Plan",
     "PlanOptions",
+    "Policies",
+    "Publication",
     "Replicate",
     "Report",
     "ReshardError",
     "Shard",
     "StridedShard",
+    "Supervisor",
+    "SupervisorClient",
     "TensorLayout",
     "Topology",
     "__version__",
     "close_all",
     "empty",
     "empty_like",
+    "join",
     "layout_of",
     "reshard",
 ]

@@ -1,6 +1,8 @@
-"""The command line: `elastic-reshard demo | plan | bench`. Results go to standard output, progress to standard error.
+"""The command line: `elastic-reshard demo | plan | bench | supervisor | status | watch | leave`. Results go to standard
+output, progress to standard error.
 
-Exit codes: 0 done; 1 the work failed (a byte was wrong, a process was lost); 2 the input cannot be served.
+Exit codes: 0 done; 1 the work failed (a byte was wrong, a process was lost, nobody answered); 2 the input cannot be
+served; 3 another supervisor has taken over.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from elastic_reshard.errors import CatalogError, LayoutError, PlanError, ReshardError
+from elastic_reshard import cli_job
+from elastic_reshard.errors import CatalogError, Fenced, LayoutError, PlanError, ProtocolError, ReshardError
 from elastic_reshard.layout import ModelLayout, catalog
 
 __all__ = ["app", "main"]
@@ -31,6 +34,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(no_args_is_help=True, help="Measuring programs.")
 app.add_typer(bench_app, name="bench")
+cli_job.add_to(app)
 # Into a file or a pipe tables go at full width.
 _out, _err = Console(width=None if sys.stdout.isatty() else 200), Console(stderr=True)
 
@@ -50,7 +54,9 @@ def main() -> None:
 
 def _fail(error: ReshardError) -> NoReturn:
     _err.print(f"elastic-reshard: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-    raise SystemExit(2 if isinstance(error, CatalogError | LayoutError | PlanError) else 1)
+    if isinstance(error, Fenced):
+        raise SystemExit(3)
+    raise SystemExit(2 if isinstance(error, CatalogError | LayoutError | PlanError | ProtocolError) else 1)
 
 
 def _layouts(model: str, source: str, destination: str) -> tuple[ModelLayout, ModelLayout, int, int]:
@@ -173,14 +179,27 @@ def plan(
 @bench_app.command("refit")
 def bench_refit(
     model: Model = "Qwen3-0.6B",
-    source: SourceOption = "fsdp4",
-    destination: DestinationOption = "tp4",
-    repeats: Annotated[int, typer.Option(min=2, max=100)] = 5,
+    source: Annotated[str, typer.Option(help="As for plan; default fsdp4, with --elastic fsdp2.")] = "",
+    destination: Annotated[
+        str, typer.Option(help="As for plan; default tp4, with --elastic tp2 for each engine.")
+    ] = "",
+    repeats: Annotated[int, typer.Option(min=2, max=1000)] = 5,
+    elastic: Annotated[
+        bool, typer.Option(help="Publish, commit and install through a supervisor; one domain.")
+    ] = False,
+    engines: Annotated[
+        int, typer.Option(min=1, max=16, help="With --elastic: engines; one more joins at the end.")
+    ] = 2,
+    cast: Annotated[bool, typer.Option(help="With --elastic: trainers hold float32.")] = False,
     staging: Annotated[int, typer.Option(min=4, help="Staging of each member, MiB.")] = 64,
     per_tensor: Annotated[bool, typer.Option(help="Also the baselines that go tensor by tensor; slow.")] = True,
     json_: Json = False,
 ) -> None:
     """The reshard against gather-and-broadcast and memcpy, in one run, every byte checked after each method."""
+    if elastic:
+        _bench_elastic(model, source or "fsdp2", destination or "tp2", repeats, engines, cast, json_)
+        return
+    source, destination = source or "fsdp4", destination or "tp4"
     a, b, sources, destinations = _layouts(model, source, destination)
     _most_processes(sources + destinations)
     held = _local_bytes(a, range(sources)) + _local_bytes(b, range(sources, sources + destinations))
@@ -197,6 +216,31 @@ def bench_refit(
     from elastic_reshard.bench.tables import refit_table
 
     _out.print(refit_table(f"{model} {source} -> {destination}, {a.nbytes / 1e9:.2f} GB, {repeats} repeats", rows))
+
+
+def _bench_elastic(
+    model: str, source: str, destination: str, repeats: int, engines: int, cast: bool, json_: bool
+) -> None:
+    """`bench refit --elastic`: the model, and a small one for the latency of the protocol alone."""
+    a, _, sources, ranks = _layouts(model, source, destination)
+    b = catalog.layout(catalog.model(model), catalog.Parallelism.parse(destination))
+    _most_processes(sources + (engines + 1) * ranks)
+    trainers, served = _local_bytes(a, range(sources)), _local_bytes(b, range(ranks))
+    _need_memory((6 if cast else 4) * trainers + (engines + 1) * served + (4 << 30), "this benchmark")
+    from elastic_reshard.bench.elastic import ElasticSetup, measure_elastic
+    from elastic_reshard.bench.tables import elastic_table
+
+    tiny = catalog.model("tiny")
+    small = [catalog.layout(tiny, catalog.Parallelism.parse(p)) for p in (source, destination)]
+    setup = ElasticSetup(a, b, sources, engines, ranks, repeats, cast)
+    with _Bar(2 * repeats + 204) as step:
+        figures = measure_elastic(setup, step)
+        empty = measure_elastic(ElasticSetup(small[0], small[1], sources, engines, ranks, 200, faults=False), step)
+    if json_:
+        _out.print_json(json.dumps({"model": figures.to_data(), "empty": empty.to_data()}))
+        return
+    title = f"{model} {source} -> {engines} engines of {destination}, {a.nbytes / 1e9:.2f} GB, {repeats} repeats"
+    _out.print(elastic_table(title, figures, empty))
 
 
 @bench_app.command("plan")

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from elastic_reshard.bench.elastic import Figures, rows
 from elastic_reshard.bench.refit import MEMCPY, PACKED, Row
 
-__all__ = ["refit_table"]
+__all__ = ["elastic_table", "refit_table"]
 
 
 def refit_table(title: str, rows: Sequence[Row]) -> Table:
@@ -28,4 +29,18 @@ def refit_table(title: str, rows: Sequence[Row]) -> Table:
             f"{all_gather / r.seconds:.1f}x", f"{root / r.seconds:.1f}x", f"{by_name[MEMCPY].seconds / bare:.0%}",
             f"{r.network / 1e9:.2f}", f"{r.pulled / 1e9:.2f}", f"{r.memory / 2**20:.0f}",
         )  # fmt: skip
+    return table
+
+
+def elastic_table(title: str, figures: Figures, empty: Figures | None) -> Table:
+    """One line a figure: seconds (medians of the slowest member), what they are compared with, and what was wanted."""
+    table = Table(title=title)
+    for column in ("what", "seconds", "beside", "ratio or rest", "wanted"):
+        table.add_column(column, justify="left" if column in ("what", "wanted") else "right")
+    for what, seconds in figures.cold.items():
+        table.add_row(f"cold: {what}", f"{seconds:.3f}", "", "", "")
+    for row in rows(figures, empty):
+        beside = f"{row['of']:.4f}" if "of" in row else f"p99 {row['p99']:.4f}" if "p99" in row else ""
+        rest = f"{row['ratio']:.2f}x" if "ratio" in row else f"+{row['over']:.4f} s" if "over" in row else ""
+        table.add_row(row["what"], f"{row['value']:.4f}", beside, rest, row["wanted"])
     return table

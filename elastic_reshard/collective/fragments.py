@@ -1,12 +1,9 @@
-"""Fragments: what one rank can say of a model, and the whole that all ranks' fragments make.
-
-A rank knows the tensors it holds; with pipeline stages or experts nobody knows all. So each tells its own, and every
-rank joins them by the same rule.
-"""
+"""What one rank says of a model, from its tensors. Every rank joins all ranks' fragments by the same rule
+(`layout.fragments.joined`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +11,9 @@ import torch
 import xxhash
 
 from elastic_reshard.errors import ArenaError, LayoutMismatch, Violation
-from elastic_reshard.layout import DeclaredBox, Mesh, ModelLayout, Replicate, TensorLayout
-from elastic_reshard.layout.codec import layout_from_data, layout_to_data
+from elastic_reshard.layout import Mesh, ModelLayout, TensorLayout
 from elastic_reshard.layout.dtensor import dtype_name, layout_of, local_of
+from elastic_reshard.layout.fragments import Plain, joined, tensors_to_data
 
 __all__ = ["Fragment", "describe", "fingerprint", "joined", "local_tensors"]
 
@@ -28,7 +25,7 @@ class Fragment:
 
     def __init__(
         self,
-        layouts: Mapping[str, TensorLayout | tuple[tuple[int, ...], str]],
+        layouts: Mapping[str, TensorLayout | Plain],
         given: ModelLayout | None,
     ) -> None:
         self.layouts, self.given = layouts, given
@@ -44,19 +41,14 @@ class Fragment:
         layouts = self.given.tensors if self.given is not None else self.layouts
         return {
             "whole": self.given is not None,
-            "tensors": {
-                name: layout_to_data(x) if isinstance(x, TensorLayout) else {"plain": [list(x[0]), x[1]]}
-                for name, x in layouts.items()
-            },
+            "tensors": tensors_to_data(layouts),
         }
 
 
 _known: dict[object, TensorLayout] = {}
 
 
-def _layout_of(
-    name: str, tensor: torch.Tensor, renumber: Mapping[int, int] | None
-) -> TensorLayout | tuple[tuple[int, ...], str]:
+def _layout_of(name: str, tensor: torch.Tensor, renumber: Mapping[int, int] | None) -> TensorLayout | Plain:
     """The layout of a DTensor, remembered by all that it depends on; shape and dtype of a plain tensor."""
     spec = getattr(tensor, "_spec", None)
     if spec is None:
@@ -112,82 +104,6 @@ def describe(
     if faults:
         raise LayoutMismatch(faults)
     return Fragment({}, given)
-
-
-def joined(side: str, said: Sequence[Mapping[str, Any]]) -> ModelLayout:
-    """The side's model layout, from every rank's fragment (`to_data`), in rank order. Pure: equal on all ranks.
-
-    A whole layout given by any rank stands, and all that are given must be equal; DTensors must agree on all ranks that
-    name them; a plain tensor is replicated over the ranks that hold it. Raises LayoutMismatch with every violation.
-    """
-    whole = {rank: _parsed(data) for rank, data in enumerate(said) if data["whole"]}
-    faults: list[Violation] = []
-    if whole:
-        first = next(iter(whole))
-        layout = ModelLayout({n: x for n, x in whole[first].items() if isinstance(x, TensorLayout)})
-        for rank, other in whole.items():
-            known = {n: x.content_id for n, x in other.items() if isinstance(x, TensorLayout)}
-            if known != {n: x.content_id for n, x in layout.items()}:
-                faults.append(Violation("*", "layout", f"ranks {first} and {rank} were given unlike {side} layouts"))
-        if faults:
-            raise LayoutMismatch(faults)
-        return layout
-    holders: dict[str, dict[int, TensorLayout | tuple[tuple[int, ...], str]]] = {}
-    for rank, data in enumerate(said):
-        for name, layout_or_plain in _parsed(data).items():
-            holders.setdefault(name, {})[rank] = layout_or_plain
-    found = {name: _agreed(side, name, by_rank, faults) for name, by_rank in holders.items()}
-    if faults:
-        raise LayoutMismatch(faults)
-    return ModelLayout({name: x for name, x in found.items() if x is not None})
-
-
-def _parsed(data: Mapping[str, Any]) -> dict[str, TensorLayout | tuple[tuple[int, ...], str]]:
-    return {
-        name: (tuple(x["plain"][0]), str(x["plain"][1])) if "plain" in x else layout_from_data(x)
-        for name, x in data["tensors"].items()
-    }
-
-
-def _agreed(
-    side: str,
-    name: str,
-    by_rank: Mapping[int, TensorLayout | tuple[tuple[int, ...], str]],
-    faults: list[Violation],
-) -> TensorLayout | None:
-    ranks = sorted(by_rank)
-    first = by_rank[ranks[0]]
-    if not isinstance(first, TensorLayout):
-        unlike = [r for r in ranks if by_rank[r] != first]
-        if unlike:
-            faults.append(Violation(name, "layout", f"{side} ranks {ranks[0]} and {unlike} hold unlike tensors"))
-            return None
-        return TensorLayout(first[0], first[1], Mesh.of(ranks, ("member",)), (Replicate(),))
-    layouts = {r: x for r in ranks if isinstance(x := by_rank[r], TensorLayout)}
-    meshes = {x.mesh.ranks: x for x in layouts.values()}
-    members = [r for mesh in meshes for r in mesh]
-    unlike = [r for r in ranks if r not in layouts or layouts[r].content_id != meshes[layouts[r].mesh.ranks].content_id]
-    unlike += [r for r, x in layouts.items() if (x.shape, x.dtype) != (first.shape, first.dtype)]
-    silent = sorted(set(members) - set(ranks))
-    if unlike or len(set(members)) < len(members):
-        unlike = sorted(set(unlike)) or [r for r in layouts if layouts[r].mesh.ranks != first.mesh.ranks]
-        faults.append(Violation(name, "layout", f"{side} ranks {ranks[0]} and {unlike} lay it out differently"))
-    if silent:
-        faults.append(Violation(name, "missing", f"ranks {silent} are in its {side} mesh, but did not give it"))
-    if unlike or silent:
-        return None
-    return first if len(meshes) == 1 else _side_by_side(list(meshes.values()))
-
-
-def _side_by_side(layouts: Sequence[TensorLayout]) -> TensorLayout:
-    """One layout of several disjoint meshes that each hold the whole tensor: FSDP2 beside TP leaves parameters that TP does
-    not touch on one submesh for each TP rank."""
-    boxes = [
-        DeclaredBox(rank, box, at) for layout in layouts for rank in layout.mesh.ranks for box, at in layout.boxes(rank)
-    ]
-    ranks = sorted(rank for layout in layouts for rank in layout.mesh.ranks)
-    mesh = Mesh(tuple(ranks), (len(ranks),), ("member",))
-    return TensorLayout(layouts[0].shape, layouts[0].dtype, mesh, (), tuple(boxes))
 
 
 def fingerprint(tensors: Mapping[str, torch.Tensor] | None) -> tuple[object, ...]:

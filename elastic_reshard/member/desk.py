@@ -28,12 +28,16 @@ class Desk:
         self.core = core
         self.changed = threading.Condition()
         self.link: HostLink | None = None
+        self.on_supervisor: Callable[[], None] | None = None  # another instance is heard; called under the lock
 
     def hear(self, said: Told | Heard | Farewell) -> None:
         """The link's thread delivers. What is of an older term is dropped; a gap is closed by the watchdog's next snapshot."""
         with self.changed:
+            before = self.core.view.instance
             if not self.core.hear(said):
                 _log.warning("view.not_obeyed", member=self.core.member, term=said.term, at=self.core.view.term)
+            if before and self.core.view.instance != before and self.on_supervisor is not None:
+                self.on_supervisor()
             self.changed.notify_all()
 
     def wake(self) -> None:

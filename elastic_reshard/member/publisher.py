@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from elastic_reshard.arena.slots import SlotArena, nbytes_for
-from elastic_reshard.errors import LayoutError, PublicationAbandoned, RefitTimeout, SlotsBusy
+from elastic_reshard.errors import LayoutError, ProtocolError, PublicationAbandoned, RefitTimeout, SlotsBusy
 from elastic_reshard.log import logger
 from elastic_reshard.member.core import SlotState
 from elastic_reshard.member.desk import Desk
@@ -24,6 +25,7 @@ __all__ = ["Publication", "Publisher"]
 
 _log = logger("member")
 _SLOTS = 2
+_MOST_EXTRAS = 64 << 10  # it is told to every host, several times
 _ORDER = ("offered", "moving", "committed", "released")
 
 
@@ -88,6 +90,19 @@ class Publication:
             return self._desk.wait(there, time.monotonic() + timeout, late)
 
 
+def _check_extras(extras: Mapping[str, Any] | None) -> None:
+    try:
+        size = len(json.dumps(dict(extras or {})))
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(
+            f"extras must be ready for JSON: {error}; put numbers, texts, lists and dicts in it"
+        ) from None
+    if size > _MOST_EXTRAS:
+        raise ProtocolError(
+            f"extras of {size} bytes; at most {_MOST_EXTRAS} travel with a version: publish tensors instead"
+        )
+
+
 class Publisher:
     """The source side of one member. One publish at a time."""
 
@@ -120,6 +135,7 @@ class Publisher:
     def publish(self, label: str | None, extras: Mapping[str, Any] | None, timeout: float) -> Publication:
         """See `Member.publish`."""
         deadline = time.monotonic() + timeout
+        _check_extras(extras)
         if not self._busy.acquire(timeout=timeout):
             raise RefitTimeout(f"another publish of {self._desk.core.member} was under way for {timeout} s")
         try:

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_reshard.errors import Unauthorized
+from elastic_reshard.errors import ReshardError, Unauthorized
 from elastic_reshard.layout import Correspondence, ModelLayout
 from elastic_reshard.layout.fragments import canonical
+from elastic_reshard.log import logger
 from elastic_reshard.protocol import places
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.supervisor.client import SupervisorClient
@@ -19,6 +20,7 @@ from elastic_reshard.supervisor.examine import Side
 
 __all__ = ["Remote"]
 
+_log = logger("member")
 _CALL = 5.0  # most seconds of one attempt
 
 
@@ -33,6 +35,7 @@ class Remote:
         self.url, self.runtime = places.base_url(url), runtime
         self.token = token or os.environ.get(places.TOKEN_VARIABLE) or self._kept_token()
         self._sides: dict[str, Side] = {}
+        self._said: dict[str, Mapping[str, Any]] = {}
         self._lock = threading.Lock()
 
     def _kept_token(self) -> str:
@@ -55,9 +58,21 @@ class Remote:
         return str(health["job"]), Deadlines(**health["deadlines"])
 
     def put_fragment(self, body: Mapping[str, Any], deadline: float) -> None:
-        """Hand in what a fragment's id stands for."""
+        """Hand in what a fragment's id stands for. Kept, for a supervisor that has lost its journal."""
         with self._client(deadline) as client:
-            client.put_fragment(body)
+            self._said[client.put_fragment(body)] = body
+
+    def say_again(self) -> None:
+        """Hand in all fragments again, in a thread of its own: a new supervisor may have lost them. Returns at once."""
+
+        def say() -> None:
+            try:
+                for body in list(self._said.values()):
+                    self.put_fragment(body, time.monotonic() + _CALL)
+            except ReshardError as error:  # the next supervisor is told again
+                _log.warning("fragments.not_said", why=str(error))
+
+        threading.Thread(target=say, name="elastic_reshard fragments", daemon=True).start()
 
     def layout(self, key: str, deadline: float) -> tuple[ModelLayout, tuple[Correspondence, ...] | None]:
         """A group's layout, and its correspondences. Asks the first time only."""

@@ -18,7 +18,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -171,6 +171,7 @@ class Member:
 
     def __init__(self, desk: Desk, remote: Remote) -> None:
         self._desk, self._remote = desk, remote
+        desk.on_supervisor = remote.say_again
         self._publisher: Publisher | None = None
         self._installer: Installer | None = None
         self._closing = threading.Lock()
@@ -284,6 +285,18 @@ class Member:
             raise NotAMember(f"{self.id} is no destination; join with role='destination'")
         return self._installer.install(timeout)
 
+    @property
+    def last_install(self) -> Mapping[str, Any]:
+        """What the last successful `install` (or `receive`) returned; empty before."""
+        return dict(self._installer.last) if self._installer is not None else {}
+
+    def rehearse_install(self) -> Callable[[], int]:
+        """For measuring: the last install's bare copy, to be called as often as wanted; returns bytes. Only while nobody
+        publishes or serves. Raises NothingInstallable before the first install."""
+        if self._installer is None:
+            raise NotAMember(f"{self.id} is no destination; join with role='destination'")
+        return self._installer.rehearse()
+
     def receive(self, timeout: float = 300.0) -> int:
         """Wait for a version newer than what the group serves, and install it. Returns its weight_version. Raises as
         `install`."""
@@ -294,9 +307,13 @@ class Member:
             serving = core.my_group.serving if core.my_group is not None else 0
             return f"no version newer than {serving} within {timeout} s{self._desk.silence()}"
 
-        with self._desk.changed:
-            self._desk.wait(core.installable, deadline, late)
-        return int(self.install(max(0.1, deadline - time.monotonic()))["weight_version"])
+        while True:
+            with self._desk.changed:
+                self._desk.wait(core.installable, deadline, late)
+            result = self.install(max(0.1, deadline - time.monotonic()))
+            if result["changed"]:
+                return int(result["weight_version"])
+            # A supervisor that has just started again did not know yet what the group serves.
 
     def watch(self, timeout: float | None = None) -> Iterator[Event]:
         """Events as they come: pending, installable, partial, abandoned, leave. Blocks between them; ends when this member

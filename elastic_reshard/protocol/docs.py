@@ -8,6 +8,7 @@ from typing import Any, Literal
 from elastic_reshard.protocol.base import Count, Message, Name, Role, Text
 
 __all__ = [
+    "EraDoc",
     "GroupDoc",
     "GroupState",
     "MemberDoc",
@@ -117,13 +118,23 @@ class VerdictDoc(Message):
     members: tuple[str, ...] = ()
 
 
+class EraDoc(Message):
+    """The publishes of one set of incarnations in one layout: those numbered above `start`, whose upper bits count the sets.
+    A group's older era may have one left that was not minted yet."""
+
+    members: tuple[str, ...]
+    start: Count
+    layout: str
+    fragments: tuple[tuple[str | None, str | None], ...]
+
+
 class GroupDoc(Message):
     """A group. members: the incarnation last seated at each rank, "" for none. whole: all of them are LIVE and examined.
 
     source_layout, destination_layout: content ids (GET /v1/layouts/ID), None before the group was first examined.
     serving: the version that all ranks hold by verdict, 0 for none. floor: publishes up to this seq are minted, or never
     will be. count_from: from where publishes are counted since the incarnations last changed; its upper bits count those
-    changes. fragments: per rank, what the layouts were made of.
+    changes. fragments: per rank, what the layouts were made of. eras: whose publishes may still be minted, oldest first.
     """
 
     name: Name
@@ -135,6 +146,7 @@ class GroupDoc(Message):
     source_layout: str | None = None
     destination_layout: str | None = None
     fragments: tuple[tuple[str | None, str | None], ...] = ()
+    eras: tuple[EraDoc, ...] = ()
     serving: Count = 0
     serving_publication: str = ""
     floor: Count = 0

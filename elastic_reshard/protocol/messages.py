@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from elastic_reshard.protocol.base import Count, Hex, MemberName, Message, Name, Role, Text
-from elastic_reshard.protocol.docs import PublicationDoc
+from elastic_reshard.protocol.docs import GroupDoc, PublicationDoc
 from elastic_reshard.protocol.ids import PROTOCOL
 
 __all__ = [
@@ -108,7 +108,8 @@ class Hello(Message):
     """A watchdog's first message of a connection: everything it knows. `obeyed`: the highest (term, instance) it heard.
 
     statements: the latest of every member that it serves, dead ones too while their arenas are kept.
-    ended: members whose end it has seen. publications: those of the view it heard last, for a supervisor without a journal.
+    ended: members whose end it has seen. publications, groups, membership_epoch: those of the view it heard last, for a
+    supervisor without a journal.
     """
 
     kind: Literal["hello"] = "hello"
@@ -121,6 +122,8 @@ class Hello(Message):
     statements: tuple[Statement, ...] = ()
     ended: tuple[MemberName, ...] = ()
     publications: tuple[PublicationDoc, ...] = ()
+    groups: tuple[GroupDoc, ...] = ()
+    membership_epoch: Count = 0
 
 
 class Stated(Message):

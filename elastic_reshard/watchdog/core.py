@@ -236,6 +236,8 @@ class House:
             statements=tuple(m.statement for m in self.members.values() if m.statement is not None),
             ended=tuple(ended),
             publications=tuple(self.view.publications.values()),
+            groups=tuple(self.view.groups.values()),
+            membership_epoch=self.view.membership_epoch,
         )
         for name in ended:
             self._notice(name)

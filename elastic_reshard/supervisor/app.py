@@ -1,0 +1,391 @@
+"""The shell around `core.step`: one event loop that feeds it, journals what it says, and tells it.
+
+Everything here runs on the loop's thread, but for what joins and compares layouts, which has a thread of its own.
+An event is stepped as soon as the loop gets to it; all that came meanwhile are stepped together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Final
+
+from elastic_reshard.errors import Fenced, ProtocolError
+from elastic_reshard.protocol.hooks import hook
+from elastic_reshard.protocol.ids import PROTOCOL
+from elastic_reshard.protocol.messages import Hello
+from elastic_reshard.protocol.view import Farewell, Heard, Told
+from elastic_reshard.supervisor import core
+from elastic_reshard.supervisor.events import (
+    Cut,
+    Effects,
+    Event,
+    Examine,
+    Examined,
+    Greeted,
+    Happened,
+    Match,
+    Matched,
+    Tick,
+)
+from elastic_reshard.supervisor.examine import Side, covers, examine, fault_between
+from elastic_reshard.supervisor.feeds import Feed
+from elastic_reshard.supervisor.journal import Journal
+from elastic_reshard.supervisor.record import Record
+
+__all__ = ["Shell"]
+
+# Seconds between two looks at the clock when nothing happens.
+_TICK: Final = 0.1
+
+
+class Shell:
+    """The state machine of one job in one event loop. `run` drives it; nothing here is for other threads."""
+
+    def __init__(self, job: core.Job, journal: Journal) -> None:
+        self.job, self.journal, self.record = job, journal, Record()
+        self.feeds: dict[str, Feed] = {}
+        self._inbox: list[tuple[Event, asyncio.Future[None] | None]] = []
+        self._wake = asyncio.Event()
+        self._pulse = asyncio.Event()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._unwritten: Told | None = None
+        self._text: tuple[int, int, str] = (0, 0, "")
+        self._layouts = Layouts(journal)
+        self._examining: dict[str, Examine] = {}
+        self._awaiting: dict[Examine | Match, set[str]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- events in
+
+    def submit(self, event: Event) -> None:
+        """Step this event as soon as the loop gets to it."""
+        self._inbox.append((event, None))
+        self._wake.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it steps no more."""
+        return self._ended.done()
+
+    async def settle(self, event: Event) -> None:
+        """Step this event and return when its effects are on disk and told. ProtocolError if this supervisor ends before."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.ended:
+            raise _over()
+        self._inbox.append((event, done))
+        self._wake.set()
+        await done
+
+    async def changed(self, unless: Callable[[], bool], within: float) -> None:
+        """Return when `unless` holds, `within` seconds have passed or this supervisor ends; it is asked after every step
+        that changed anything."""
+        try:
+            async with asyncio.timeout(within):
+                while not unless() and not self.ended:
+                    await self._pulse.wait()
+        except TimeoutError:
+            return
+
+    async def run(self) -> None:
+        """Step until `stop`, or until this supervisor must not go on: Fenced, or ProtocolError from the journal."""
+        ticks = asyncio.create_task(self._tick())
+        try:
+            while not self.ended:
+                await self._wake.wait()
+                self._wake.clear()
+                self._step()
+            self._ended.result()
+        finally:
+            ticks.cancel()
+            for task in self._tasks:
+                task.cancel()
+            _give_up(self._inbox)
+
+    def stop(self, error: Exception | None = None) -> None:
+        """End `run`, with this error if one is given. The first call counts."""
+        if not self.ended:
+            self._ended.set_exception(error) if error is not None else self._ended.set_result(None)
+        self._wake.set()
+        self._pulse.set()
+
+    def close(self, flush: bool) -> None:
+        """After `run`: write what was told and needed no disk (unless this supervisor is fenced), and close the journal."""
+        self._layouts.close()
+        if flush and self._unwritten is not None and not self.job.recover_from:
+            self.journal.write(self._unwritten, self.job.weight_version)
+        self.journal.close()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK)
+            self.submit(Tick())
+
+    # -- one step
+
+    def _step(self) -> None:
+        inbox, self._inbox = self._inbox, []
+        was_recovering = self.job.recover_from > 0
+        try:
+            job, effects = core.step(self.job, [event for event, _ in inbox], time.monotonic(), self._layouts.covers)
+            self._write(job, effects, now=was_recovering and not job.recover_from)
+        except (Fenced, ProtocolError) as error:
+            self.stop(error)
+            _give_up(inbox)
+            return
+        self.job = job
+        self._tell(effects)
+        questions: tuple[Examine | Match, ...] = (*effects.examine, *effects.match)
+        for question in questions:
+            self._ask(question)
+        for happened in effects.happened:
+            self._note(happened)
+        if effects.told is not None or effects.happened:
+            self._pulse.set()
+            self._pulse = asyncio.Event()
+        for _, done in inbox:
+            if done is not None and not done.done():
+                done.set_result(None)
+
+    def _write(self, job: core.Job, effects: Effects, now: bool) -> None:
+        """On disk before anyone is told. While a lost journal is being recovered nothing is written: a start in the middle
+        of that must begin it again."""
+        if effects.told is not None:
+            self._unwritten = _merged(self._unwritten, effects.told)
+        if self._unwritten is not None and not job.recover_from and (effects.durable or now):
+            self.journal.write(self._unwritten, job.weight_version)
+            self._unwritten = None
+            hook("supervisor.journaled")
+
+    def _tell(self, effects: Effects) -> None:
+        fresh = [feed for host in effects.snapshots if (feed := self.feeds.get(host)) is not None]
+        for feed in fresh:
+            feed.refresh()
+        if effects.told is not None and self.feeds:
+            text = effects.told.model_dump_json()
+            for feed in self.feeds.values():
+                if feed not in fresh:
+                    feed.tell(text)
+        for host, numbers in effects.heard.items():
+            if (feed := self.feeds.get(host)) is not None:
+                feed.hear(numbers)
+        if effects.told is not None:
+            hook("supervisor.told")
+
+    def _note(self, happened: Happened) -> None:
+        self.record.add(happened.event, happened.fields)
+
+    def view_text(self) -> str:
+        """The whole view as JSON, made once for each revision."""
+        key = (self.job.term, self.job.revision)
+        if self._text[:2] != key:
+            self._text = (*key, core.snapshot(self.job).model_dump_json())
+        return self._text[2]
+
+    def heard_text(self, numbers: Mapping[str, int]) -> str:
+        """A Heard message of the view that was told last."""
+        job = self.job
+        return Heard(
+            term=job.term, instance=job.instance, revision=job.revision, numbers=dict(numbers)
+        ).model_dump_json()
+
+    def farewell_text(self, reason: str, over: bool = False) -> str:
+        """A Farewell message."""
+        said = Farewell(term=self.job.term, instance=self.job.instance, over=over, reason=reason[:4096])
+        return said.model_dump_json()
+
+    # -- hosts
+
+    def greet(self, hello: Hello, feed: Feed) -> None:
+        """A host's first message. ProtocolError: this host is not to be served, the message is what it is told; Fenced: nor
+        is any other, this supervisor has stopped."""
+        self._check(hello)
+        old = self.feeds.get(hello.host)
+        if old is not None and old is not feed:
+            quiet = asyncio.get_running_loop().time() - old.last_heard
+            if old.machine != hello.machine and quiet < 2 * self.job.deadlines.beat:
+                raise ProtocolError(
+                    f"host label {hello.host} is in use by another machine ({old.machine}); give each machine its own label"
+                )
+            old.end(self.farewell_text("another connection of this host took its place"))
+        self.feeds[hello.host] = feed
+        self.submit(Greeted(hello))
+
+    def gone(self, feed: Feed, why: str) -> None:
+        """A connection has ended. One that was replaced does not count."""
+        if self.feeds.get(feed.host) is feed:
+            del self.feeds[feed.host]
+            self.record.add("host.cut", {"host": feed.host, "reason": why})
+            self.submit(Cut(feed.host))
+
+    def _check(self, hello: Hello) -> None:
+        job = self.job
+        term, instance = hello.obeyed
+        if hello.protocol != PROTOCOL:
+            raise ProtocolError(
+                f"this supervisor speaks protocol {PROTOCOL}, host {hello.host} speaks {hello.protocol}"
+            )
+        if hello.job != job.name:
+            raise ProtocolError(f"this supervisor is job {job.name!r}, host {hello.host} belongs to job {hello.job!r}")
+        if job.recover_from and term >= job.term and instance != job.instance:
+            self._outbid(term)
+        elif term > job.term:
+            error = Fenced(
+                f"host {hello.host} has obeyed term {term} of job {job.name}, this supervisor has {job.term}: another one is "
+                "or was in charge. This one ends; if the journal was lost, start with --recover-from-members N."
+            )
+            self.stop(error)
+            raise error
+        elif term == job.term and instance not in ("", job.instance):
+            raise ProtocolError(
+                f"host {hello.host} obeys another supervisor of term {term} (instance {instance}); end that one, or start this "
+                "one on its journal"
+            )
+
+    def _outbid(self, term: int) -> None:
+        """While a lost journal is being recovered: a term above what hosts obeyed, so that they obey this one."""
+        try:
+            raised = self.journal.raise_term(self.job.instance, above=term)
+        except (Fenced, ProtocolError) as error:
+            self.stop(error)
+            raise
+        self.record.add("supervisor.term_raised", {"was": self.job.term, "now": raised, "obeyed": term})
+        self.job = replace(self.job, term=raised)
+        for feed in self.feeds.values():
+            feed.refresh()
+
+    # -- layouts
+
+    def body_came(self, key: str) -> None:
+        """A fragment or layout is in the journal: ask again what waited for it."""
+        for question in [q for q, missing in self._awaiting.items() if key in missing]:
+            self._awaiting[question].discard(key)
+            if not self._awaiting[question]:
+                del self._awaiting[question]
+                self._ask(question)
+
+    def _ask(self, question: Examine | Match) -> None:
+        if isinstance(question, Examine):
+            self._examining[question.group] = question
+            for old in [q for q in self._awaiting if isinstance(q, Examine) and q.group == question.group]:
+                del self._awaiting[old]
+        self._start(self._examine(question) if isinstance(question, Examine) else self._match(question))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.stop(error if isinstance(error, Exception) else None)
+
+    def _wait_for(self, question: Examine | Match, missing: set[str]) -> None:
+        """Members send bodies again to each new supervisor; until then the question stays."""
+        self._awaiting[question] = missing
+        self.record.add("layouts.awaited", {"question": str(question)[:512], "missing": sorted(missing)})
+
+    async def _examine(self, asked: Examine) -> None:
+        wanted = {key for pair in asked.fragments for key in pair if key is not None}
+        found = await self._layouts.in_thread(self._layouts.examine, asked)
+        if self._examining.get(asked.group) is not asked:
+            return
+        if isinstance(found, set):
+            still = {key for key in found & wanted if self.journal.fragment(key) is None}
+            self._wait_for(asked, still) if still else self._ask(asked)
+            return
+        del self._examining[asked.group]
+        self.submit(found)
+        for key in (found.source_layout, found.destination_layout):
+            if key is not None:
+                self.body_came(key)
+
+    async def _match(self, asked: Match) -> None:
+        found = await self._layouts.in_thread(self._layouts.match, asked)
+        if isinstance(found, set):
+            self._wait_for(asked, found)
+        else:
+            self.submit(found)
+
+
+class Layouts:
+    """Layouts by id, parsed once, and one thread to work on them. Sets as answers: ids whose bodies are not known."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._sides: dict[str, Side] = {}
+        self._covers: dict[tuple[str, frozenset[int]], bool] = {}
+        self._thread = ThreadPoolExecutor(1, "elastic-reshard-layouts")
+
+    async def in_thread(self, work: Callable[[Any], Any], asked: Examine | Match) -> Any:
+        """Run one of the two methods below beside the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, asked)
+
+    def examine(self, asked: Examine) -> Examined | set[str]:
+        """Join a group's fragments and keep the layouts they make."""
+        wanted = {key for pair in asked.fragments for key in pair if key is not None}
+        bodies = {key: body for key in wanted if (body := self._journal.fragment(key)) is not None}
+        if missing := wanted - set(bodies):
+            return missing
+        source, destination, fault = examine(asked.fragments, bodies)
+        for side in (source, destination):
+            if side is not None and side.id not in self._sides:
+                self._journal.put_layout(side.id, side.body)
+                self._sides[side.id] = side
+        return Examined(
+            asked.group, asked.fragments, source.id if source else None, destination.id if destination else None, fault
+        )  # fmt: skip
+
+    def match(self, asked: Match) -> Matched | set[str]:
+        """Compare two layouts."""
+        source, destination = self._side(asked.source_layout), self._side(asked.destination_layout)
+        if source is None or destination is None:
+            found = ((asked.source_layout, source), (asked.destination_layout, destination))
+            return {key for key, side in found if side is None}
+        return Matched(asked.source_layout, asked.destination_layout, fault_between(source, destination))
+
+    def covers(self, layout: str, ranks: frozenset[int]) -> bool:
+        """Whether these source ranks hold every element; False for a layout whose body is lost."""
+        key = (layout, ranks)
+        if key not in self._covers:
+            side = self._side(layout)
+            if side is None:
+                return False
+            if len(self._covers) >= 4096:
+                self._covers.clear()
+            self._covers[key] = covers(side.model, ranks)
+        return self._covers[key]
+
+    def close(self) -> None:
+        """Wait for the thread's last work (a second for the largest models)."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _side(self, key: str) -> Side | None:
+        if key not in self._sides:
+            body = self._journal.layout(key)
+            if body is None:
+                return None
+            self._sides[key] = Side.of_body(body)
+        return self._sides[key]
+
+
+def _over() -> ProtocolError:
+    return ProtocolError("this supervisor is ending and has not taken this in; ask the one that comes next")
+
+
+def _give_up(inbox: list[tuple[Event, asyncio.Future[None] | None]]) -> None:
+    for _, done in inbox:
+        if done is not None and not done.done():
+            done.set_exception(_over())
+
+
+def _merged(before: Told | None, told: Told) -> Told:
+    """What was told since the last write, as one: documents are whole, so the later one stands."""
+    if before is None:
+        return told
+    kinds = ("members", "groups", "publications")
+    return told.model_copy(update={kind: {**getattr(before, kind), **getattr(told, kind)} for kind in kinds})

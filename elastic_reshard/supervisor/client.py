@@ -1,0 +1,217 @@
+"""Calls to a supervisor, for the command line, for members and for programs. Blocking; each call has a timeout."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+import tenacity
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from elastic_reshard.errors import LayoutError, ProtocolError, SupervisorUnreachable, Unauthorized
+from elastic_reshard.layout.fragments import canonical, fragment_id
+from elastic_reshard.protocol import places
+from elastic_reshard.protocol.deadlines import Policies
+from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc
+from elastic_reshard.protocol.view import Told
+from elastic_reshard.supervisor.record import EventPage
+
+__all__ = ["SupervisorClient"]
+
+T = TypeVar("T", bound=BaseModel)
+D = TypeVar("D")
+_members: TypeAdapter[dict[str, MemberDoc]] = TypeAdapter(dict[str, MemberDoc])
+_groups: TypeAdapter[dict[str, GroupDoc]] = TypeAdapter(dict[str, GroupDoc])
+_publications: TypeAdapter[dict[str, PublicationDoc]] = TypeAdapter(dict[str, PublicationDoc])
+
+
+class SupervisorClient:
+    """A client of one supervisor. For one thread at a time; close it, or use it as a context manager.
+
+    url: "127.0.0.1:29700" or with http://. timeout: seconds that one call may take, beside what it is asked to wait.
+    patience: seconds for which a call is tried again while nobody listens (a supervisor that starts again); 0: not at all.
+
+    Every method raises SupervisorUnreachable when nobody answered in time, Unauthorized when the token is wrong, and
+    ProtocolError for what the supervisor refuses (LayoutError for a fragment).
+    """
+
+    def __init__(self, url: str, token: str, *, timeout: float = 5.0, patience: float = 0.0) -> None:
+        self.url = places.base_url(url)
+        self._timeout, self._patience = timeout, patience
+        if not token.isascii() or not token.isprintable():
+            raise Unauthorized("a job's token is printable ASCII; this one is not")
+        # A proxy of the environment is for other machines' web, never for the job's own control plane.
+        self._http = httpx.Client(
+            base_url=self.url, headers={"Authorization": f"Bearer {token}"}, timeout=timeout, trust_env=False
+        )
+
+    @classmethod
+    def found(
+        cls, url: str | None = None, token: str | None = None, *, job: str | None = None, timeout: float = 5.0
+    ) -> SupervisorClient:
+        """With what is not given taken from $ELASTIC_RESHARD_URL, $ELASTIC_RESHARD_TOKEN and the runtime folder.
+
+        ProtocolError if that tells of no supervisor, or of several.
+        """
+        url = url or os.environ.get(places.URL_VARIABLE)
+        token = token or os.environ.get(places.TOKEN_VARIABLE)
+        if url is None or token is None:
+            place = places.place_of(url, job)
+            if url is None and place is None:
+                raise ProtocolError(
+                    "no supervisor is written down in the runtime folder; name one with --url or $ELASTIC_RESHARD_URL"
+                )
+            url = url or (place.url if place is not None else "")
+            token = token or (place.token if place is not None else "")
+            if not token:
+                raise Unauthorized(
+                    f"the token of the supervisor at {url} is not known here; set $ELASTIC_RESHARD_TOKEN"
+                )
+        return cls(url, token, timeout=timeout)
+
+    # -- reading
+
+    def health(self) -> dict[str, Any]:
+        """status, job, term, instance, protocol, revision, hosts, deadlines."""
+        found = self._data(self._call("GET", "/v1/health"))
+        if "job" not in found:
+            raise Unauthorized(f"the supervisor at {self.url} does not know this token; see $ELASTIC_RESHARD_TOKEN")
+        return found
+
+    def view(self, after: int = 0, wait: float = 0.0) -> Told:
+        """The whole view; waits up to `wait` seconds (30 at most) for a revision other than `after`."""
+        return self._read(Told, self._call("GET", "/v1/view", params={"after": after, "wait": wait}, wait=wait))
+
+    def members(self) -> dict[str, MemberDoc]:
+        """Members by id."""
+        return self._docs(_members, self._call("GET", "/v1/members"))
+
+    def groups(self) -> dict[str, GroupDoc]:
+        """Groups by name."""
+        return self._docs(_groups, self._call("GET", "/v1/groups"))
+
+    def publications(self) -> dict[str, PublicationDoc]:
+        """Publications by id."""
+        return self._docs(_publications, self._call("GET", "/v1/publications"))
+
+    def events(self, after: int = 0, limit: int = 100, wait: float = 0.0) -> EventPage:
+        """Events with numbers above `after`, oldest first; waits up to `wait` seconds (30 at most) for one."""
+        params = {"after": after, "limit": limit, "wait": wait}
+        return self._read(EventPage, self._call("GET", "/v1/events", params=params, wait=wait))
+
+    def policies(self) -> Policies:
+        """What the supervisor decides by."""
+        return Policies(**self._data(self._call("GET", "/v1/policies")))
+
+    def layout(self, key: str) -> dict[str, Any]:
+        """A layout's body: "tensors" by name, "correspondences" or None."""
+        return self._data(self._call("GET", f"/v1/layouts/{quote(key, safe='')}"))
+
+    # -- acting
+
+    def set_policies(self, policies: Policies) -> Policies:
+        """Other policies, until the supervisor's next start."""
+        body = {name: getattr(policies, name) for name in Policies.__dataclass_fields__}
+        return Policies(**self._data(self._call("PUT", "/v1/policies", json=body)))
+
+    def leave_member(self, member: str, within: float = 30.0) -> MemberDoc:
+        """Ask a member to leave within so many seconds. Returns when the supervisor has taken it in."""
+        path = f"/v1/members/{quote(member, safe='')}/leave"
+        return self._read(MemberDoc, self._call("POST", path, json={"within": within}))
+
+    def leave_group(self, group: str, within: float = 30.0) -> dict[str, MemberDoc]:
+        """Ask all members of a group to leave within so many seconds."""
+        path = f"/v1/groups/{quote(group, safe='')}/leave"
+        return self._docs(_members, self._call("POST", path, json={"within": within}))
+
+    def abandon(self, publication: str, reason: str = "abandoned by request") -> PublicationDoc:
+        """Give up a publication that moves. ProtocolError if it was committed."""
+        path = f"/v1/publications/{quote(publication, safe='')}/abandon"
+        return self._read(PublicationDoc, self._call("POST", path, json={"reason": reason}))
+
+    def put_fragment(self, body: Mapping[str, Any]) -> str:
+        """Hand in a fragment's body; its id. Idempotent. LayoutError if it is none."""
+        key = fragment_id(body)
+        self._call("PUT", f"/v1/fragments/{key}", content=canonical(body), refused=LayoutError)
+        return key
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        self._http.close()
+
+    def __enter__(self) -> SupervisorClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- one call
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        wait: float = 0.0,
+        refused: type[ProtocolError] | type[LayoutError] = ProtocolError,
+        **request: Any,
+    ) -> httpx.Response:
+        # Only what was never sent is sent again: a call that broke off may have been taken in.
+        again = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type((httpx.ConnectError, httpx.ConnectTimeout)),
+            wait=tenacity.wait_random_exponential(multiplier=0.05, max=1.0),
+            stop=tenacity.stop_after_delay(self._patience),
+            reraise=True,
+        )
+        try:
+            answer: httpx.Response = again(self._http.request, method, path, timeout=self._timeout + wait, **request)
+        except httpx.TransportError as error:
+            raise SupervisorUnreachable(
+                f"the supervisor at {self.url} did not answer {method} {path}: {type(error).__name__}: {error}. Is it running, "
+                "and can this machine reach it? Groups go on serving what they have"
+            ) from error
+        if answer.status_code == 401:
+            raise Unauthorized(f"{self._said(answer)} ({self.url})")
+        if answer.status_code == 503:
+            raise SupervisorUnreachable(f"{method} {path}: {self._said(answer)} ({self.url})")
+        if answer.is_error:
+            raise (ProtocolError if answer.status_code >= 500 else refused)(
+                f"{method} {path}: {answer.status_code}: {self._said(answer)}"
+            )
+        return answer
+
+    @staticmethod
+    def _said(answer: httpx.Response) -> str:
+        """The detail of a problem document, or the beginning of whatever came instead."""
+        try:
+            return str(answer.json()["detail"])
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
+            return answer.text[:200]
+
+    def _read(self, kind: type[T], answer: httpx.Response) -> T:
+        try:
+            return kind.model_validate_json(answer.content)
+        except ValidationError as error:
+            raise self._foreign(error) from error
+
+    def _docs(self, kind: TypeAdapter[D], answer: httpx.Response) -> D:
+        try:
+            return kind.validate_json(answer.content)
+        except ValidationError as error:
+            raise self._foreign(error) from error
+
+    def _data(self, answer: httpx.Response) -> dict[str, Any]:
+        try:
+            return dict(answer.json())
+        except (ValueError, TypeError) as error:
+            raise self._foreign(error) from error
+
+    def _foreign(self, error: Exception) -> ProtocolError:
+        return ProtocolError(f"{self.url} is no supervisor, or one of another version: {error}")

@@ -1,0 +1,629 @@
+"""A real supervisor on loopback and real sockets: what it lets in, whom it tells what, and how it ends."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import connect
+
+from elastic_reshard.errors import Fenced, ProtocolError
+from elastic_reshard.layout.fragments import canonical
+from elastic_reshard.protocol.messages import Beat, Ended, Stated
+from elastic_reshard.supervisor.journal import Journal
+from elastic_reshard.supervisor.server import Options, Supervisor
+from tests.supervisor.talk import QUICK, Host, body, key, name, statement, until
+
+Start = Callable[..., Supervisor]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Supervisors with a runtime folder of their own, ended after the test."""
+    monkeypatch.delenv("ELASTIC_RESHARD_TOKEN", raising=False)
+    made: list[Supervisor] = []
+
+    def begin(**options: Any) -> Supervisor:
+        made.append(Supervisor(Options(**({"runtime": tmp_path / "run"} | options))))
+        return made[-1]
+
+    yield begin
+    for supervisor in made:
+        supervisor.close()
+
+
+def call(supervisor: Supervisor, method: str, path: str, **more: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {supervisor.token}"} | more.pop("headers", {})
+    return httpx.request(
+        method, supervisor.url + path, headers=headers, timeout=10, trust_env=False, verify=False, **more
+    )
+
+
+def put_fragment(supervisor: Supervisor, said: dict[str, Any] | None = None) -> None:
+    said = said or body()
+    done = call(supervisor, "PUT", f"/v1/fragments/{key(said['tensors']['w']['plain'][0][0])}", content=canonical(said))
+    assert done.status_code == 204, done.text
+
+
+def problem(answer: httpx.Response, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    found = answer.json()
+    assert found["status"] == status
+    assert found["title"]
+    return str(found["detail"])
+
+
+def last_words(host: Host) -> str:
+    host.listen(lambda: host.farewell is not None)
+    assert host.farewell is not None
+    with pytest.raises(ConnectionClosed):
+        host.socket.recv(timeout=10)
+    return host.farewell.reason
+
+
+def heard(host: Host) -> Host:
+    """Once it has the view."""
+    host.listen(lambda: host.snapshots == 1)
+    return host
+
+
+def pair(supervisor: Supervisor, **hello: Any) -> Host:
+    """A host with a trainer group of two that is admitted."""
+    put_fragment(supervisor)
+    host = Host(supervisor, **hello)
+    host.admitted([statement(0, 1), statement(1, 1)])
+    return host
+
+
+# -- who is let in
+
+
+def test_every_call_wants_the_token(start: Start) -> None:
+    supervisor = start()
+    assert httpx.get(f"{supervisor.url}/v1/health").json() == {"status": "ok"}
+    paths = httpx.get(f"{supervisor.url}/openapi.json").json()["paths"]
+    assert {"/v1/view", "/v1/fragments/{fragment}", "/v1/groups/{group}/leave"} <= set(paths)
+    tried = 0
+    for path, methods in paths.items():
+        for method in methods:
+            if path == "/v1/health":
+                continue
+            for token in (None, "", "Bearer", "Bearer wrong", supervisor.token, f"bearer {supervisor.token}x"):
+                headers = {} if token is None else {"Authorization": token}
+                answer = httpx.request(method.upper(), supervisor.url + path, headers=headers, verify=False)
+                assert "token" in problem(answer, 401)
+                assert answer.headers["www-authenticate"] == "Bearer"
+                tried += 1
+    assert tried >= 14 * 6
+    assert "swagger" in httpx.get(f"{supervisor.url}/docs").text
+    found = call(supervisor, "GET", "/v1/health").json()
+    assert (found["job"], found["term"], found["instance"]) == ("job", 1, supervisor.instance)
+
+
+def test_no_host_is_let_in_without_the_token(start: Start) -> None:
+    supervisor = start()
+    address = supervisor.url.replace("http", "ws") + "/v1/host"
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {supervisor.token}"}):
+        with pytest.raises(InvalidStatus) as caught:
+            connect(address, additional_headers=headers)
+        assert caught.value.response.status_code == 401
+    with Host(supervisor) as host:
+        host.listen(lambda: host.view.term == 1)
+
+
+def test_a_given_token_is_the_token(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert start(token="given-token").token == "given-token"
+    assert not (tmp_path / "run" / "job" / "token").exists()
+    monkeypatch.setenv("ELASTIC_RESHARD_TOKEN", "from-the-environment")
+    assert start(job="other").token == "from-the-environment"
+    for bad in ("short", "with blanks in it", "nön-ascii-token"):
+        with pytest.raises(ProtocolError, match="token must be at least 8"):
+            start(token=bad)
+
+
+# -- what is refused
+
+
+def raw(supervisor: Supervisor, head: str, *chunks: bytes) -> bytes:
+    """The status line of an answer to bytes sent as they are."""
+    address = supervisor.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1])), timeout=10) as connection:
+        lines = [head, "Host: x", f"Authorization: Bearer {supervisor.token}"]
+        connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n")
+        for chunk in chunks:
+            connection.sendall(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
+        found = b""
+        while b"\r\n" not in found:
+            more = connection.recv(4096)
+            assert more, "no answer"
+            found += more
+        return found.split(b"\r\n")[0]
+
+
+def test_huge_bodies_are_refused_before_they_are_read(start: Start) -> None:
+    supervisor = start()
+    fragment = f"PUT /v1/fragments/{key()} HTTP/1.1\r\n"
+    for head, least in ((fragment, 64 << 20), ("PUT /v1/policies HTTP/1.1\r\n", 1 << 20)):
+        line = raw(supervisor, f"{head}Content-Length: {least + 1}")
+        assert line.startswith(b"HTTP/1.1 413")
+    assert raw(supervisor, f"{fragment}Content-Length: none").startswith(b"HTTP/1.1 4")
+    chunked = "PUT /v1/policies HTTP/1.1\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked"
+    assert raw(supervisor, chunked, *[b" " * (1 << 18)] * 4, b" ").startswith(b"HTTP/1.1 413")
+    assert call(supervisor, "GET", "/v1/health").status_code == 200
+
+
+def test_garbage_gets_a_problem_document(start: Start) -> None:
+    supervisor = start()
+    assert "not JSON" in problem(call(supervisor, "PUT", "/v1/fragments/ab", content=b"\xff\x00{"), 400)
+    assert "nested" in problem(call(supervisor, "PUT", "/v1/fragments/ab", content=b"[" * 200_000), 400)
+    assert "not a fragment" in problem(call(supervisor, "PUT", "/v1/fragments/ab", content=b"[1]"), 422)
+    wrong = problem(call(supervisor, "PUT", "/v1/fragments/ab", content=canonical(body())), 422)
+    assert key() in wrong
+    for content in (b"", b"{", b"[]", b'{"min_groups": 1}', b"\xff"):
+        answer = call(supervisor, "PUT", "/v1/policies", content=content, headers={"content-type": "application/json"})
+        assert problem(answer, answer.status_code)
+        assert answer.status_code == (400 if content == b"\xff" else 422)
+    policies = call(supervisor, "GET", "/v1/policies").json()
+    assert "must not be negative" in problem(
+        call(supervisor, "PUT", "/v1/policies", json=policies | {"min_groups": -1}), 422
+    )
+    problem(call(supervisor, "PUT", "/v1/policies", json=policies | {"unknown": 1}), 422)
+    problem(call(supervisor, "GET", "/v1/events?after=-1"), 422)
+    problem(call(supervisor, "GET", "/v1/events?limit=x"), 422)
+    assert call(supervisor, "GET", "/v1/policies").json() == policies
+
+
+def test_unknown_names_are_not_found(start: Start) -> None:
+    supervisor = start()
+    with pair(supervisor):
+        assert name(0) in problem(call(supervisor, "POST", "/v1/members/nobody@0/leave"), 404)
+        assert "there are trainer" in problem(
+            call(supervisor, "POST", "/v1/groups/nobody/leave", json={"within": 1}), 404
+        )
+        for path in ("/v1/publications/p1", "/v1/fragments/ab", "/v1/layouts/ab", "/v1/nothing", "/"):
+            problem(call(supervisor, "GET", path), 404)
+        problem(call(supervisor, "POST", "/v1/publications/p1/abandon"), 404)
+        problem(call(supervisor, "DELETE", "/v1/view"), 405)
+
+
+@pytest.mark.parametrize(
+    ("hello", "said"),
+    [
+        ({"job": "other"}, "this supervisor is job 'job', host a belongs to job 'other'"),
+        ({"protocol": 99}, "this supervisor speaks protocol 1, host a speaks 99"),
+        ({"obeyed": (1, "another")}, "obeys another supervisor of term 1"),
+    ],
+)
+def test_a_host_that_does_not_belong_is_told_why(start: Start, hello: dict[str, Any], said: str) -> None:
+    supervisor = start()
+    with pair(supervisor, host="b") as good, Host(supervisor, "a", **hello) as host:
+        assert said in last_words(host)
+        good.state(statement(0, 2))
+        good.listen(lambda: good.heard[name(0)] == 2)
+
+
+@pytest.mark.parametrize("frame", ["", "{", "[]", '{"kind": "hello"}', '{"kind": "nothing"}', b"\xff\xfe", "beat"])
+def test_garbage_frames_end_that_connection_alone(start: Start, frame: str | bytes) -> None:
+    supervisor = start()
+    with pair(supervisor, host="b") as good:
+        address = supervisor.url.replace("http", "ws") + "/v1/host"
+        first = Beat().model_dump_json() if frame == "beat" else frame
+        headers = {"Authorization": f"Bearer {supervisor.token}"}
+        with connect(address, additional_headers=headers) as connection:
+            connection.send(first)
+            assert json.loads(connection.recv(timeout=10))["kind"] == "farewell"
+            with pytest.raises(ConnectionClosed):
+                connection.recv(timeout=10)
+        with Host(supervisor, "a") as host:
+            host.listen(lambda: host.view.term == 1)
+            host.socket.send("{" if frame == "beat" else frame)
+            assert last_words(host)
+        good.state(statement(0, 2))
+        good.listen(lambda: good.heard[name(0)] == 2)
+
+
+def test_huge_frames_and_silence_end_that_connection_alone(start: Start) -> None:
+    supervisor = start(deadlines=QUICK)
+    headers = {"Authorization": f"Bearer {supervisor.token}"}
+    address = supervisor.url.replace("http", "ws") + "/v1/host"
+    with Host(supervisor) as good, connect(address, additional_headers=headers) as silent:
+        with Host(supervisor, "b") as host:
+            host.listen(lambda: host.view.term == 1)
+            with suppress(ConnectionClosed):  # while it is sent, or after
+                host.socket.send("x" * ((16 << 20) + 1))
+            with pytest.raises(ConnectionClosed):
+                host.socket.recv(timeout=10)
+        with pytest.raises(ConnectionClosed):
+            silent.recv(timeout=10)
+        good.say(Beat())
+        good.listen(lambda: good.view.term == 1)
+
+
+# -- what is told
+
+
+def test_members_are_admitted_and_everybody_is_told(start: Start) -> None:
+    supervisor = start()
+    with Host(supervisor, "b") as other, pair(supervisor) as host:
+        assert host.heard == {name(0): 1, name(1): 1}
+        assert host.view.groups["trainer"].whole
+        assert host.snapshots == 1
+        other.listen(lambda: other.view.revision == host.view.revision)
+        assert other.view.snapshot() == host.view.snapshot()
+        assert other.heard == {}
+        members = call(supervisor, "GET", "/v1/members").json()
+        assert members == {k: m.model_dump(mode="json") for k, m in host.view.members.items()}
+        groups = call(supervisor, "GET", "/v1/groups").json()
+        assert groups["trainer"]["members"] == [name(0), name(1)]
+        assert call(supervisor, "GET", "/v1/view").text == host.view.snapshot().model_dump_json()
+        layout = call(supervisor, "GET", f"/v1/layouts/{groups['trainer']['source_layout']}").json()
+        assert layout["tensors"]["w"]["shape"] == [4, 4]
+        assert layout["correspondences"] is None
+        assert call(supervisor, "GET", f"/v1/fragments/{key()}").content == canonical(body())
+        found = call(supervisor, "GET", "/v1/health").json()["hosts"]
+        assert found == {h: {"connected": True, "waiting": 0, "overflows": 0} for h in "ab"}
+
+
+def test_fragments_may_come_after_the_statements_that_name_them(start: Start) -> None:
+    supervisor = start()
+    with Host(supervisor) as host:
+        host.state(statement(0, 1), statement(1, 1, source=key(5)))
+        host.listen(lambda: host.heard == {name(0): 1, name(1): 1})
+        until(lambda: "layouts.awaited" in call(supervisor, "GET", "/v1/events").text, "the question waits")
+        assert not host.view.groups["trainer"].whole
+        put_fragment(supervisor)
+        host.state(statement(1, 2))
+        host.listen(lambda: host.view.groups["trainer"].whole)
+
+
+def test_fragments_that_do_not_fit_are_refused_with_every_violation(start: Start) -> None:
+    supervisor = start()
+    put_fragment(supervisor)
+    put_fragment(supervisor, body(5))
+    with Host(supervisor) as host:
+        host.state(statement(0, 1), statement(1, 1, source=key(5)))
+        host.listen(lambda: {m.state for m in host.view.members.values()} == {"refused"})
+        assert "w: layout: source ranks 0 and [1] hold unlike tensors" in host.view.members[name(0)].reason
+
+
+def test_a_publication_is_minted_seen_and_abandoned(start: Start) -> None:
+    supervisor = start()
+    with pair(supervisor) as host:
+        host.publish(1, number=2)
+        host.listen(lambda: bool(host.view.publications))
+        (publication,) = host.view.publications.values()
+        assert (publication.label, publication.weight_version) == ("step", 1)
+        path = f"/v1/publications/{publication.id}"
+        assert call(supervisor, "GET", path).json() == publication.model_dump(mode="json")
+        assert list(call(supervisor, "GET", "/v1/publications").json()) == [publication.id]
+        found = call(supervisor, "POST", f"{path}/abandon", json={"reason": "not this one"}).json()
+        assert (found["state"], found["reason"]) == ("abandoned", "not this one")
+
+
+def test_what_was_committed_cannot_be_abandoned(start: Start) -> None:
+    supervisor = start()
+    policies = call(supervisor, "GET", "/v1/policies").json() | {"min_groups": 0, "late_after": 0.0}
+    assert call(supervisor, "PUT", "/v1/policies", json=policies).json() == policies
+    with pair(supervisor) as host:
+        host.publish(1, number=2)
+        host.listen(lambda: host.view.committed != "")
+        detail = problem(call(supervisor, "POST", f"/v1/publications/{host.view.committed}/abandon"), 409)
+        assert "is committed: only one that moves can be abandoned" in detail
+
+
+def test_members_and_groups_are_asked_to_leave(start: Start) -> None:
+    supervisor = start()
+    with pair(supervisor) as host:
+        found = call(supervisor, "POST", f"/v1/members/{name(0)}/leave", json={"within": 60}).json()
+        assert found["leave_within"] == 60
+        host.listen(lambda: host.view.members[name(0)].leave_within == 60)
+        assert host.view.members[name(1)].leave_within is None
+        asked = call(supervisor, "POST", "/v1/groups/trainer/leave", json={"within": 0})
+        assert asked.status_code == 202
+        assert set(asked.json()) == {name(0), name(1)}
+        host.listen(lambda: "trainer" not in host.view.groups)
+        assert {m.state for m in host.view.members.values()} <= {"lost"}
+        problem(call(supervisor, "POST", "/v1/groups/trainer/leave", json={"within": -1}), 422)
+
+
+def test_events_are_numbered_paged_and_waited_for(start: Start) -> None:
+    supervisor = start()
+    with pair(supervisor) as host:
+        whole = call(supervisor, "GET", "/v1/events?limit=1000").json()
+        numbers = [e["number"] for e in whole["events"]]
+        assert numbers == list(range(1, len(numbers) + 1))
+        named = [e["event"] for e in whole["events"]]
+        assert named[0] == "supervisor.started"
+        assert {"member.joining", "member.live", "group.admitted"} <= set(named)
+        ats = [e["at"] for e in whole["events"]]
+        assert ats == sorted(ats)
+        pages, after = [], 0
+        while (page := call(supervisor, "GET", f"/v1/events?after={after}&limit=2").json())["events"]:
+            assert len(page["events"]) <= 2
+            pages += page["events"]
+            after = page["next"]
+        assert pages == whole["events"]
+        answers: list[dict[str, Any]] = []
+        waiting = threading.Thread(
+            target=lambda: answers.append(call(supervisor, "GET", f"/v1/events?after={after}&wait=9").json())
+        )
+        waiting.start()
+        host.say(Ended(member=name(0), how="killed"))
+        waiting.join(10)
+        assert answers[0]["events"][0]["number"] == after + 1
+        assert answers[0]["dropped"] == 0
+
+
+def test_the_view_can_be_waited_for(start: Start) -> None:
+    supervisor = start()
+    with pair(supervisor) as host:
+        assert call(supervisor, "GET", "/v1/view?after=1&wait=9").json()["revision"] == host.view.revision
+        same = call(supervisor, "GET", f"/v1/view?after={host.view.revision}&wait=0.05").json()
+        assert same["revision"] == host.view.revision
+        problem(call(supervisor, "GET", "/v1/view?wait=1000"), 422)
+
+
+def test_a_second_connection_of_a_host_takes_the_place_of_the_first(start: Start) -> None:
+    supervisor = start(deadlines=QUICK)
+    with pair(supervisor) as old, Host(supervisor, watchdog="cd", statements=(statement(0, 2), statement(1, 2))) as new:
+        assert "took its place" in last_words(old)
+        new.listen(lambda: new.heard == {name(0): 2, name(1): 2})
+        assert call(supervisor, "GET", "/v1/health").json()["hosts"]["a"]["connected"]
+        # Beyond eviction: the first one's end must not count against the host.
+        for _ in range(12):
+            new.say(Beat())
+            new.say(Stated(statement=statement(0, 3)))
+            assert call(supervisor, "GET", f"/v1/view?after={new.view.revision}&wait=0.1").status_code == 200
+        new.listen(lambda: new.heard[name(0)] == 3)
+        assert {m.state for m in new.view.members.values()} == {"live"}
+
+
+def test_a_label_in_use_by_another_machine_is_refused(start: Start) -> None:
+    supervisor = start()
+    with pair(supervisor) as host, Host(supervisor, machine="another") as other:
+        assert "in use by another machine (m); give each machine its own label" in last_words(other)
+        host.state(statement(0, 2))
+        host.listen(lambda: host.heard[name(0)] == 2)
+
+
+# -- slow clients
+
+
+def flood(supervisor: Supervisor, host: Host, seq: int) -> None:
+    """One publish, committed at once, with 200 kB of extras: told three times."""
+    if seq == 1:
+        policies = call(supervisor, "GET", "/v1/policies").json() | {"min_groups": 0, "late_after": 0.0}
+        assert call(supervisor, "PUT", "/v1/policies", json=policies).status_code == 200
+    before = host.view.committed
+    host.publish(seq, number=seq + 1, extras={"x": "x" * 200_000})
+    host.listen(lambda: host.view.committed != before and host.heard == {name(0): seq + 1, name(1): seq + 1})
+
+
+def connections(supervisor: Supervisor) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = call(supervisor, "GET", "/v1/health").json()["hosts"]
+    return found
+
+
+def test_a_host_that_reads_slowly_costs_a_snapshot_not_memory_nor_others(start: Start) -> None:
+    supervisor = start()
+    with pair(supervisor) as host, Slow(supervisor) as slow:
+        most = seq = 0
+        while not connections(supervisor)["slow"]["overflows"]:
+            seq += 1
+            assert seq < 200, "its buffers never fill"
+            flood(supervisor, host, seq)
+            most = max(most, connections(supervisor)["slow"]["waiting"])
+        assert 1 << 20 < most <= 4 << 20
+        assert connections(supervisor)["a"]["overflows"] == 0
+        assert host.snapshots == 1
+        newest = host.view.revision
+        slow.listen(lambda: slow.view.revision >= newest)
+        assert slow.snapshots == 2
+        assert slow.view.snapshot() == host.view.snapshot()
+
+
+def test_a_host_that_never_reads_is_cut(start: Start) -> None:
+    supervisor = start(deadlines=QUICK)
+    with pair(supervisor) as host, Slow(supervisor) as slow:
+        seq = 0
+        while connections(supervisor).get("slow", {"connected": False})["connected"]:
+            seq += 1
+            assert seq < 400, "it is never cut"
+            flood(supervisor, host, seq)
+        cut = [e["fields"] for e in events(supervisor) if e["event"] == "host.cut"]
+        assert cut == [{"host": "slow", "reason": "it did not read for 0.5 s"}]
+        assert host.snapshots == 1
+        with pytest.raises((ConnectionClosed, OSError)):
+            slow.listen(lambda: False)
+
+
+def events(supervisor: Supervisor) -> list[dict[str, Any]]:
+    """All that are remembered."""
+    found: list[dict[str, Any]] = []
+    while True:
+        after = found[-1]["number"] if found else 0
+        page = call(supervisor, "GET", f"/v1/events?after={after}&limit=1000").json()["events"]
+        if not page:
+            return found
+        found += page
+
+
+class Slow(Host):
+    """Reads only when `listen` is called: small buffers, and a client library that stops reading when nobody takes."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        address = supervisor.url.removeprefix("http://").split(":")
+        raw_ = socket.socket()
+        raw_.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        raw_.connect((address[0], int(address[1])))
+
+        super().__init__(supervisor, "slow", connection=raw_)
+
+
+# -- terms
+
+
+def test_a_host_that_obeyed_a_later_term_ends_this_supervisor(start: Start, tmp_path: Path) -> None:
+    supervisor = start()
+    with pair(supervisor, host="b") as good, Host(supervisor, obeyed=(7, "later")) as host:
+        assert "has obeyed term 7 of job job, this supervisor has 1" in last_words(host)
+        assert "This one ends" in last_words(good)
+        with pytest.raises(Fenced, match="has obeyed term 7"):
+            supervisor.wait(10)
+    assert not (tmp_path / "run" / "job" / "url").exists()
+
+
+def test_of_two_on_one_journal_the_older_ends_and_tells_its_hosts(start: Start, tmp_path: Path) -> None:
+    journal = tmp_path / "j"
+    old = start(journal=journal)
+    with Host(old) as host:
+        put_fragment(old)
+        new = start(journal=journal)
+        assert (old.term, new.term) == (1, 2)
+        host.state(statement(0, 1), statement(1, 1))  # their admission has to be written
+        assert "has term 2, this supervisor has 1" in last_words(host)
+        assert not host.view.groups or not host.view.groups["trainer"].whole, "told, and never written"
+        with pytest.raises(Fenced):
+            old.wait(10)
+        with Host(new, obeyed=(1, old.instance), statements=(statement(0, 1), statement(1, 1))) as again:
+            again.listen(lambda: "trainer" in again.view.groups and again.view.groups["trainer"].whole)
+            assert again.view.term == 2
+
+
+def test_a_restart_keeps_documents_and_layouts_and_takes_the_next_term(start: Start, tmp_path: Path) -> None:
+    first = start(journal=tmp_path / "j")
+    with pair(first) as host:
+        host.publish(1, number=2)
+        host.listen(lambda: bool(host.view.publications))
+        before = host.view.snapshot()
+        states = host.publish(1, number=3)
+        first.close(over=False)
+        with pytest.raises(ConnectionClosed):
+            host.listen(lambda: False)
+        assert host.farewell is None
+    port = int(first.url.rpartition(":")[2])
+    second = start(journal=tmp_path / "j", port=port)
+    assert (second.url, second.token, second.term) == (first.url, first.token, 2)
+    found = call(second, "GET", "/v1/view").json()
+    assert found["publications"] == before.model_dump(mode="json")["publications"]
+    assert set(found["members"]) == set(before.members)
+    assert found["groups"]["trainer"]["source_layout"] == before.groups["trainer"].source_layout  # type: ignore[union-attr]
+    with Host(second, obeyed=(1, first.instance), statements=states) as host:
+        host.view.apply(before)
+        host.listen(lambda: host.view.term == 2 and host.heard == {name(0): 3, name(1): 3})
+        assert host.view.groups["trainer"].whole
+        assert list(host.view.publications) == list(before.publications)
+
+
+def test_a_lost_journal_is_recovered_from_members_above_the_term_they_obeyed(start: Start, tmp_path: Path) -> None:
+    supervisor = start(journal=tmp_path / "lost", recover_from=2)
+    put_fragment(supervisor)
+    assert httpx.get(f"{supervisor.url}/v1/health").json() == {"status": "recovering"}
+    with (
+        heard(Host(supervisor, "b")) as early,
+        Host(supervisor, obeyed=(41, "before"), statements=(statement(0, 5),)) as host,
+    ):
+        host.listen(lambda: host.view.term == 42)
+        early.listen(lambda: early.view.term == 42 and early.snapshots == 2)
+        host.listen(lambda: host.heard == {name(0): 5})
+        assert "trainer" not in host.view.groups
+        journal = Journal.open(tmp_path / "lost", "job")
+        assert journal._connection.execute("SELECT COUNT(*) FROM docs").fetchone() == (0,)
+        journal.close()
+        host.state(statement(1, 3))
+        host.listen(lambda: "trainer" in host.view.groups and host.view.groups["trainer"].whole)
+    supervisor.close(over=False)
+    again = start(journal=tmp_path / "lost", recover_from=2)
+    assert again.term == 43
+    assert set(call(again, "GET", "/v1/members").json()) == {name(0), name(1)}
+
+
+# -- ports, places, ends
+
+
+def test_a_port_that_is_taken_is_named_and_nothing_is_left(start: Start, tmp_path: Path) -> None:
+    """CASES B48: the port is taken between its choice and its use."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ProtocolError, match=f"port {port} of 127.0.0.1 is taken by another process"):
+            start(port=port, journal=tmp_path / "j")
+    assert not (tmp_path / "j").exists()
+    assert not (tmp_path / "run" / "job" / "url").exists()
+    with pytest.raises(ProtocolError, match="cannot listen on"):
+        start(host="no.such.host.invalid")
+
+
+def test_port_0_is_a_port_that_nobody_else_gets(start: Start) -> None:
+    supervisors = [start(job=f"job-{i}") for i in range(4)]
+    assert len({s.url for s in supervisors}) == 4
+    for one in supervisors:
+        assert call(one, "GET", "/v1/health").json()["job"] == one.job
+
+
+def test_a_journal_that_cannot_be_used_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "j").write_bytes(b"garbage " * 1000)
+    with pytest.raises(ProtocolError, match="is no journal"):
+        start(journal=tmp_path / "j")
+    assert not (tmp_path / "run" / "job" / "url").exists()
+
+
+def test_the_end_of_a_job_is_told_and_leaves_nothing(start: Start, tmp_path: Path) -> None:
+    supervisor = start()
+    folder = tmp_path / "run" / "job"
+    assert (folder / "url").read_text() == supervisor.url
+    assert (folder / "token").stat().st_mode & 0o777 == 0o600
+    with pair(supervisor) as host:
+        closing = threading.Thread(target=supervisor.close)
+        closing.start()
+        assert last_words(host) == "the job is over"
+        assert host.farewell is not None
+        assert host.farewell.over
+        closing.join(10)
+    assert list(folder.iterdir()) == []
+    assert supervisor.wait(0)
+    supervisor.close()
+
+
+def test_calls_that_wait_are_answered_when_it_ends(start: Start) -> None:
+    supervisor = start()
+    host, port = supervisor.url.removeprefix("http://").split(":")
+    waiting = [http.client.HTTPConnection(host, int(port), timeout=10) for _ in range(2)]
+    for connection, path in zip(waiting, ("/v1/view?after=1&wait=20", "/v1/events?after=1&wait=20"), strict=True):
+        connection.request("GET", path, headers={"Authorization": f"Bearer {supervisor.token}"})
+    assert call(supervisor, "GET", "/v1/health").status_code == 200  # the two have come in before this one
+    supervisor.close()
+    for connection in waiting:
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+def test_a_disk_that_fails_ends_it_before_anyone_is_told(start: Start, tmp_path: Path) -> None:
+    supervisor = start(journal=tmp_path / "j")
+    with Host(supervisor) as host:
+        put_fragment(supervisor)
+        with sqlite3.connect(tmp_path / "j") as sql:
+            sql.execute("DROP TABLE docs")
+        sql.close()
+        host.state(statement(0, 1), statement(1, 1))
+        assert "cannot be read or written: no such table: docs" in last_words(host)
+        assert not host.view.groups["trainer"].whole
+        with pytest.raises(ProtocolError, match="Nothing was told that is not on disk"):
+            supervisor.wait(10)
+
+
+def test_one_in_a_driver_script_needs_nothing(tmp_path: Path) -> None:
+    with Supervisor.local(runtime=tmp_path / "run") as supervisor, pair(supervisor) as host:
+        assert supervisor.url.startswith("http://127.0.0.1:")
+        assert host.view.groups["trainer"].whole
+    assert supervisor.wait(0)
