@@ -15,6 +15,11 @@ PATIENCE = 3.0
 _failed = pytest.StashKey[bool]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--histories", type=int, default=2000, help="how many simulated histories (tests/supervisor/sim)")
+    parser.addoption("--seed", type=int, default=None, help="play this one simulated history only")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]

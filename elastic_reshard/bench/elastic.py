@@ -267,6 +267,8 @@ def _member(worker: Worker, setup: ElasticSetup, url: str, runtime: str) -> dict
                 bench.fill()
             bench.barrier(setup.members)
             sample = bench.refit(m)
+            if repeat == setup.repeats - 1:
+                bench.check()  # before the bare copy, which may read the other slot
             bench.barrier(setup.members)
             if bench.is_source:  # as in a refit: sources copy together, then destinations
                 sample["bare"] = bare()
@@ -275,7 +277,6 @@ def _member(worker: Worker, setup: ElasticSetup, url: str, runtime: str) -> dict
                 sample["bare"] = bare()
             bench.told["samples"].append(sample)
             _phase(bench, f"refit {repeat + 1}")
-        bench.check()
         bench.barrier(setup.members + setup.engine_ranks)  # now another engine joins
         bench.barrier(setup.members + setup.engine_ranks)
         if setup.faults:

@@ -52,6 +52,8 @@ class MemberCore:
         self.destination: str | None = None
         self.source_from = 0
         self.count = 0  # the last publish
+        self.count_from = 0  # as the group's document says
+        self.unsaid = False  # something changed that the supervisor waits for: state it
         self.install = Install()
         self.holding: Holding | None = None
         self.leaving = False
@@ -65,11 +67,12 @@ class MemberCore:
     def statement(self) -> Statement:
         """All that is to be said now, with a new number."""
         self.number += 1
+        self.unsaid = False
         fills = tuple(s.fill for s in self.slots if s.fill is not None and s.withdrawn is None)
         return Statement(
             member=self.member, group=self.group, roles=self.roles, host=self.host, pid=self.pid, number=self.number,
-            source=self.source, destination=self.destination, source_from=self.source_from, fills=fills,
-            install=self.install, holding=self.holding, leaving=self.leaving,
+            source=self.source, destination=self.destination, source_from=self.source_from,
+            count_from=self.count_from, fills=fills, install=self.install, holding=self.holding, leaving=self.leaving,
         )  # fmt: skip
 
     def hear(self, said: Told | Heard | Farewell) -> bool:
@@ -77,6 +80,7 @@ class MemberCore:
         if isinstance(said, Told):
             if not self.view.apply(said):
                 return False
+            self.farewell = None  # of an earlier connection, or of a supervisor that another has taken over from
             self._learn()
             return True
         if not self.view.obeys(said.term, said.instance):
@@ -88,12 +92,19 @@ class MemberCore:
         return True
 
     def _learn(self) -> None:
+        group = self.my_group
+        # Also if this rank came late and its slot is not among the sources: one answer for all ranks.
+        peers = {
+            m for era in (group.eras if group is not None else ()) if self.member in era.members for m in era.members
+        }
+        peers.add(self.member)
         for doc in self.view.publications.values():
-            if any(source.member == self.member for source in doc.sources):
+            if doc.group == self.group.name and any(source.member in peers for source in doc.sources):
                 self._minted[doc.seq] = doc
         while len(self._minted) > _REMEMBERED:
             del self._minted[min(self._minted)]
-        group = self.my_group
+        if group is not None and group.members[self.group.rank] == self.member and group.count_from > self.count_from:
+            self.count_from, self.unsaid = group.count_from, True
         if group is not None and self.holding is not None and (not group.whole or group.members != self._held_with):
             self.holding = None
 
@@ -116,8 +127,8 @@ class MemberCore:
     @property
     def out(self) -> str:
         """Why this member takes no part any more; "" while it does or may."""
-        if self.farewell is not None:
-            return "its job is over" if self.farewell.over else self.farewell.reason or "the supervisor said farewell"
+        if self.farewell is not None and self.farewell.over:
+            return "its job is over"
         doc = self.me
         if doc is not None and doc.state in (MemberState.LOST, MemberState.ORPHANED, MemberState.REFUSED):
             return doc.reason or f"it is {doc.state}"
@@ -143,9 +154,14 @@ class MemberCore:
 
     def next_publish(self) -> int:
         """The number of the next publish of this member's group."""
-        group = self.my_group
-        self.count = max(self.count, group.count_from if group is not None else 0) + 1
+        self.count = max(self.count, self.count_from) + 1
         return self.count
+
+    @property
+    def must_label(self) -> bool:
+        """Whether publishes without a label could be taken for others': part of the group was replaced."""
+        group = self.my_group
+        return group is not None and bool(group.eras) and group.eras[-1].mixed
 
     def referenced(self, slot: SlotState) -> PublicationDoc | None:
         """The publication that needs the slot's bytes, if one does."""
@@ -172,6 +188,9 @@ class MemberCore:
 
         The oldest free one; else a publish that was offered and is not minted is withdrawn: the newest replaces it."""
         mine = [s for s in self.slots if s.arena == arena]
+        for slot in mine:
+            if slot.withdrawn is not None and self.referenced(slot) is not None:
+                slot.withdrawn = None  # it was minted before that was heard
         free = [s for s in mine if self._free(s)]
         if free:
             slot = min(free, key=lambda s: s.fill.seq if s.fill is not None else 0)
@@ -248,6 +267,8 @@ class MemberCore:
         group = self.my_group
         if doc is None or doc.state is not PublicationState.COMMITTED or group is None or not self.admitted:
             return None
+        if "destination" not in self.roles:
+            return None
         return doc if group.serving_publication != doc.id else None
 
     def ask(self, patience: float) -> None:
@@ -271,7 +292,9 @@ class MemberCore:
         ticket = group.ticket if group is not None else None
         if ticket is None or not self.install.asking or ticket.asks.get(self.member) != self.install.ask:
             return None
-        return ticket if ticket.id != self.install.ticket else None
+        # Pulled already, by an earlier call or under an earlier supervisor: its verdict is all that is wanted.
+        done = (self.install.ticket, self.holding.ticket if self.holding is not None else None)
+        return ticket if ticket.id not in done else None
 
     def take_up(self, ticket: TicketDoc) -> None:
         """The pull begins. From here on the live tensors are nobody's version until a verdict says so."""
@@ -300,6 +323,7 @@ class MemberCore:
         """The install call ends: by a verdict, or (None) by its own deadline."""
         update: dict[str, Any] = {"asking": False}
         if verdict is not None and verdict.verdict == "current" and self.install.outcome == "pulled":
+            update["outcome"] = "none"  # decided: a supervisor that starts later must not take it up again
             self.holding = Holding(
                 weight_version=verdict.weight_version, publication=verdict.publication, ticket=verdict.ticket
             )

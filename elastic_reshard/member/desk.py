@@ -38,6 +38,8 @@ class Desk:
                 _log.warning("view.not_obeyed", member=self.core.member, term=said.term, at=self.core.view.term)
             if before and self.core.view.instance != before and self.on_supervisor is not None:
                 self.on_supervisor()
+            if self.core.unsaid and self.link is not None:
+                self.say()
             self.changed.notify_all()
 
     def wake(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from elastic_reshard.arena.host import MappedArena
@@ -13,12 +14,15 @@ from elastic_reshard.log import logger
 from elastic_reshard.member.desk import Desk
 from elastic_reshard.member.puller import Origin, Prepared, Puller, Request
 from elastic_reshard.member.remote import Remote
-from elastic_reshard.protocol.docs import GroupDoc, PublicationDoc, TicketDoc, VerdictDoc
+from elastic_reshard.protocol.docs import GroupDoc, PublicationDoc, PublicationState, TicketDoc, VerdictDoc
 from elastic_reshard.protocol.hooks import hook
 
 __all__ = ["Installer"]
 
 _log = logger("member")
+# The group's ticket ends a little before the call does, so that a survivor hears who was late instead of only being late.
+_MARGIN = 1.0
+_SERVED = (PublicationState.MOVING, PublicationState.COMMITTED)
 
 
 class Installer:
@@ -29,6 +33,8 @@ class Installer:
         self._desk, self._puller, self._remote = desk, puller, remote
         self._busy = threading.Lock()
         self._readers: dict[str, SlotReader] = {}
+        self._request: Request | None = None
+        self.last: dict[str, Any] = {}
         body, fragment = puller.describe()
         remote.put_fragment(body, deadline)
         desk.core.destination = fragment
@@ -48,12 +54,13 @@ class Installer:
         pause = 0.0
         with self._desk.changed:
             self._desk.check()
-            core.ask(timeout)
+            core.ask(timeout - min(_MARGIN, timeout / 4))
             self._desk.say()
         try:
-            answer = self._granted(deadline, timeout)
-            if isinstance(answer, TicketDoc):
-                pause = self._pull(answer, deadline)
+            ticket, answer = self._granted(deadline, timeout)
+            if ticket is not None:
+                pause = self._pull(ticket, deadline)
+            if answer is None or ticket is not None:
                 answer = self._verdict(deadline, timeout)
         except BaseException:
             with self._desk.changed:
@@ -64,14 +71,15 @@ class Installer:
         with self._desk.changed:
             core.end_call(answer)
             self._desk.say()
-        return self._result(answer, pause)
+        self.last = self._result(answer, pause)
+        return self.last
 
-    def _granted(self, deadline: float, timeout: float) -> TicketDoc | VerdictDoc:
+    def _granted(self, deadline: float, timeout: float) -> tuple[TicketDoc | None, VerdictDoc | None]:
         core = self._desk.core
 
-        def told() -> TicketDoc | VerdictDoc | None:
-            ticket: TicketDoc | None = core.grant()
-            return core.answer() if ticket is None else ticket
+        def told() -> tuple[TicketDoc | None, VerdictDoc | None] | None:
+            ticket, verdict = core.grant(), core.answer()
+            return (ticket, verdict) if ticket is not None or verdict is not None else None
 
         def late() -> str:
             group, others = core.my_group, "the other ranks"
@@ -86,12 +94,12 @@ class Installer:
             )
 
         with self._desk.changed:
-            answer = self._desk.wait(told, deadline, late)
-            if isinstance(answer, TicketDoc):
-                core.take_up(answer)
+            ticket, verdict = self._desk.wait(told, deadline, late)
+            if ticket is not None:
+                core.take_up(ticket)
                 self._desk.say()
         hook("member.install.granted")
-        return answer
+        return ticket, verdict
 
     def _pull(self, ticket: TicketDoc, deadline: float) -> float:
         """Copy, compare the generations of all slots that were read, report. Never raises for what others did wrong: the
@@ -100,7 +108,6 @@ class Installer:
         reason, nbytes, begun = "", 0, time.monotonic()
         try:
             prepared = self._prepare(ticket, deadline)
-            begun = time.monotonic()
             reason = self._changed(prepared)
             if not reason:
                 hook("member.install.pulling")
@@ -137,7 +144,8 @@ class Installer:
         source, _ = self._remote.layout(publication.layout, deadline)
         destination, correspondences = self._remote.layout(group.destination_layout, deadline)
         origins = {s.rank: Origin(self._reader(s.arena, deadline), s.slot, s.generation) for s in publication.sources}
-        prepared = self._puller.check(Request(source, destination, origins, correspondences))
+        self._request = Request(source, destination, origins, correspondences)
+        prepared = self._puller.check(self._request)
         self._forget(publication)
         return prepared
 
@@ -151,9 +159,11 @@ class Installer:
         return self._readers[arena]
 
     def _forget(self, publication: PublicationDoc) -> None:
-        """Unmap arenas that neither this publication nor any in the view lies in."""
+        """Unmap arenas that neither this publication nor one that may still be installed lies in: a mapping keeps a dead
+        trainer's memory."""
         with self._desk.changed:
-            known = {s.arena for doc in self._desk.core.view.publications.values() for s in doc.sources}
+            docs = [p for p in self._desk.core.view.publications.values() if p.state in _SERVED]
+        known = {s.arena for doc in docs for s in doc.sources}
         for arena in set(self._readers) - known - {s.arena for s in publication.sources}:
             reader = self._readers.pop(arena)
             self._puller.forget(reader)
@@ -186,8 +196,15 @@ class Installer:
             epoch, group = core.view.membership_epoch, core.my_group
         return _told(verdict, publication, pause, epoch, group, core.install.nbytes)
 
+    def rehearse(self) -> Callable[[], int]:
+        """The copy of the last install, bare, to be measured: it reads the slots again and overwrites the live tensors."""
+        if self._request is None:
+            raise NothingInstallable(f"{self._desk.core.member} has installed nothing yet")
+        return self._puller.check(self._request).run
+
     def close(self) -> None:
         """Unmap everything."""
+        self._request = None
         for reader in self._readers.values():
             self._puller.forget(reader)
             reader.close()

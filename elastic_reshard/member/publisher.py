@@ -68,11 +68,9 @@ class Publication:
         def there() -> int | None:
             state, doc = self._now()
             if state in ("abandoned", "void"):
-                why = (
-                    doc.reason
-                    if doc is not None
-                    else "a newer publish, or a replaced rank, took its place before it began"
-                )
+                group = self._desk.core.my_group
+                why = doc.reason if doc is not None else (group.reason if group is not None else "")
+                why = why or "a newer publish, or a replaced rank, took its place before it began"
                 raise PublicationAbandoned(f"publish {self.label!r} of {self._desk.core.member} is {state}: {why}")
             if doc is not None and _ORDER.index(state) >= _ORDER.index(until):
                 return doc.weight_version
@@ -142,6 +140,11 @@ class Publisher:
             described = self._filler.describe()
             with self._desk.changed:
                 self._desk.check()
+                if label is None and self._desk.core.must_label:
+                    raise ProtocolError(
+                        f"a rank of group {self._desk.core.group.name} was replaced while others went on: give each publish a "
+                        "label of its step, so that two steps are never taken for one (or start the whole gang again)"
+                    )
                 seq = self._desk.core.next_publish()
             if described is not self._described:
                 self._accept(described, seq, deadline)

@@ -209,6 +209,8 @@ class Member:
         link.open(deadline)
         with desk.changed:
             desk.link = link
+            if desk.core.unsaid:
+                desk.say()
         if self._publisher is not None:
             self._publisher.offer_arena()
 
@@ -264,7 +266,8 @@ class Member:
         """Copy this rank's tensors into a free slot and offer them. Every rank of the gang calls it for the same steps, with
         the same label. Returns after the local copy; the version lives on from then even if this process dies.
 
-        label: opaque, may repeat or go back. extras: a small JSON-ready dict that travels along (rank 0's counts).
+        label: opaque, may repeat or go back; needed once a rank was replaced while others went on. extras: a small JSON-ready
+            dict that travels along (rank 0's counts).
         Blocks for the copy, and at most `timeout` seconds for a free slot. Raises SlotsBusy (naming who holds them),
         LayoutError (a changed layout that cannot be served; nothing was copied), NotAMember.
         """

@@ -32,7 +32,7 @@ class Watcher:
     def __init__(self, core: MemberCore) -> None:
         self._core = core
         self._pending = self._installable = ""
-        self._broken = self._leave = False
+        self._broken = self._leave = self._whole = False
 
     def news(self) -> Iterator[Event]:
         """Differences between the view and what was told before."""
@@ -46,9 +46,9 @@ class Watcher:
         if moving is not None and moving.id not in (self._pending, self._installable):
             self._pending = moving.id
             yield _event("pending", moving)
-        broken = group is not None and (
-            group.state is GroupState.PARTIAL or (bool(self._installable) and not group.whole)
-        )
+        # Also for a listener that came when the group served already: what it serves is over when a rank is lost.
+        self._whole |= core.admitted and "destination" in core.roles
+        broken = group is not None and (group.state is GroupState.PARTIAL or (self._whole and not group.whole))
         if broken and not self._broken and group is not None:
             self._installable = ""
             yield Event("partial", reason=group.reason or (group.verdict.reason if group.verdict else ""))

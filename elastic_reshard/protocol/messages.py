@@ -85,8 +85,9 @@ class Statement(Message):
     """All that a member says of itself. number: rises with each one of an incarnation; lower ones are dropped.
 
     source, destination: content ids of its layout fragments (bodies: PUT /v1/fragments/ID), None for a role it has not.
-    source_from: the publish from which `source` holds, when a layout changed. fills: offered slots, at most one a slot;
-    what is not listed is withdrawn. leaving: it wants to go as soon as nothing needs it.
+    source_from: the publish from which `source` holds, when a layout changed. count_from: the group's, by which it counts.
+    fills: offered slots, at most one a slot; what is not listed is withdrawn. leaving: it wants to go as soon as nothing
+    needs it.
     """
 
     member: MemberName
@@ -98,6 +99,7 @@ class Statement(Message):
     source: Hex | None = None
     destination: Hex | None = None
     source_from: Count = 0
+    count_from: Count = 0
     fills: tuple[Fill, ...] = ()
     install: Install = Install()
     holding: Holding | None = None

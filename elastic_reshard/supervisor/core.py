@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elastic_reshard.protocol.deadlines import Deadlines, Policies
-from elastic_reshard.protocol.docs import GroupDoc, MemberState, PublicationState
+from elastic_reshard.protocol.docs import GroupDoc, GroupState, MemberState, PublicationState
 from elastic_reshard.protocol.messages import Hello
 from elastic_reshard.protocol.view import Told
 from elastic_reshard.supervisor import installing, membership, publishing
@@ -31,7 +31,7 @@ from elastic_reshard.supervisor.events import (
     Spoken,
     Tick,
 )
-from elastic_reshard.supervisor.state import Covers, Draft, Era, Group, Job, Member, Publication
+from elastic_reshard.supervisor.state import Covers, Draft, Group, Job, Member, Publication
 
 __all__ = ["Job", "begin", "restore", "snapshot", "step"]
 
@@ -77,11 +77,8 @@ def _unseated(member: Member, groups: Mapping[str, Group]) -> bool:
 
 
 def _restored(doc: GroupDoc) -> Group:
-    """Tickets and what a group serves are not on disk: the members say both."""
-    eras: tuple[Era, ...] = ()
-    if doc.source_layout is not None:
-        eras = (Era(doc.members, doc.count_from, doc.source_layout, doc.fragments),)
-    return Group(doc.model_copy(update={"ticket": None, "verdict": None}), restored=True, eras=eras)
+    """Tickets and what a group serves are not on disk: the members say both. A verdict that is on disk was given."""
+    return Group(doc.model_copy(update={"ticket": None}), restored=True)
 
 
 def snapshot(job: Job) -> Told:
@@ -92,6 +89,14 @@ def snapshot(job: Job) -> Told:
         groups={k: g.doc for k, g in job.groups.items()},
         publications={k: p.doc for k, p in job.publications.items()},
     )  # fmt: skip
+
+
+def _unseated_group(doc: GroupDoc) -> Group:
+    """A group of which only its counting is known for certain: its members come in as joiners."""
+    changes = {"members": ("",) * doc.size, "whole": False, "state": GroupState.STALE, "serving": 0,
+               "serving_publication": "", "reason": "", "refused": ""}  # fmt: skip
+    group = _restored(doc)
+    return replace(group, doc=group.doc.model_copy(update=changes), restored=False)
 
 
 def step(job: Job, events: Sequence[Event], now: float, covers: Covers) -> tuple[Job, Effects]:
@@ -165,10 +170,15 @@ def _recovering(draft: Draft) -> bool:
 
 
 def _learn(draft: Draft, hello: Hello) -> None:
-    """While recovering: take over what a watchdog's view knew of publications."""
+    """While recovering: take over what a watchdog's view knew of publications, and how far groups had counted."""
     if not draft.recover_from:
         return
     draft.durable = True
+    draft.membership_epoch = max(draft.membership_epoch, hello.membership_epoch)
+    for known in hello.groups:
+        group = draft.groups.get(known.name)
+        if group is None or (group.doc.count_from, group.doc.floor) < (known.count_from, known.floor):
+            draft.put_group(_unseated_group(known))
     for doc in hello.publications:
         draft.weight_version = max(draft.weight_version, doc.weight_version)
         if doc.id not in draft.publications:
@@ -187,7 +197,7 @@ def _reconcile(draft: Draft) -> None:
     """After a restart: what a restored group serves is what all its members, the same as before, say by one verdict."""
     for group in list(draft.groups.values()):
         doc = group.doc
-        if not group.restored or not doc.whole or "destination" not in doc.roles or doc.verdict or doc.ticket:
+        if not group.restored or not doc.whole or "destination" not in doc.roles or doc.ticket:
             continue
         members = [m for _, m in draft.group_members(group)]
         if not all(m.taking_part for m in members):

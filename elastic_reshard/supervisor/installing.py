@@ -64,9 +64,8 @@ def _grant(draft: Draft, group: Group, members: list[Member]) -> None:
     if not has_all(draft, group, last.doc):
         return
     patience = min(m.said.install.patience for m in members if m.said is not None)
-    _issue(
-        draft, group, last, ticket_id(group.doc.name, last.doc.id, draft.job.term, group.attempt + 1), asks, patience
-    )
+    ticket = ticket_id(group.doc.name, last.doc.id, draft.job.term, draft.tickets + 1)
+    _issue(draft, group, last, ticket, asks, patience)
 
 
 def _issue(
@@ -75,9 +74,10 @@ def _issue(
     within = min(draft.policies.install, patience)
     doc = TicketDoc(
         id=ticket, publication=publication.doc.id, weight_version=publication.doc.weight_version,
-        attempt=group.attempt + 1, asks=asks, within=within,
+        attempt=draft.tickets + 1, asks=asks, within=within,
     )  # fmt: skip
-    draft.put_group(replace(group, attempt=group.attempt + 1, ticket_until=draft.now + within))
+    draft.tickets += 1
+    draft.put_group(replace(group, ticket_until=draft.now + within))
     draft.change_group(group.doc.name, ticket=doc)
     _become(draft, draft.groups[group.doc.name], GroupState.INSTALLING)
 
@@ -88,15 +88,21 @@ def _adopt(draft: Draft, group: Group, members: list[Member]) -> None:
     asks = _asks(group, members)
     said = [m.said.install for m in members if m.said is not None and m.doc.id in asks]
     begun = {i.ticket for i in said if i.ticket is not None and i.outcome != "none" and i.ticket != known}
-    # Who was told CURRENT already does not ask any more.
-    holding = {m.doc.id: m.said.holding.ticket for m in members if m.said is not None and m.said.holding is not None}
+    # Who was told CURRENT already need not ask any more.
+    held = {m.doc.id: m.said.holding for m in members if m.said is not None and m.said.holding is not None}
     for ticket in sorted(begun):
         _, publication_, stamp = ticket.split(":")
         publication = draft.publications.get(publication_)
         if int(stamp.partition(".")[0]) == draft.job.term:
             continue  # answered in this term, by an older verdict
-        everybody = all(m.doc.id in asks or holding.get(m.doc.id) == ticket for m in members)
-        if publication is None or publication.doc.state is not PublicationState.COMMITTED or not everybody:
+        told = next((h for h in held.values() if h.ticket == ticket), None)
+        if told is not None:
+            # One rank was told CURRENT: that was the verdict, and the others get it too.
+            _answer(draft, group, VerdictDoc(
+                ticket=ticket, verdict="current", weight_version=told.weight_version, publication=told.publication,
+                asks=asks,
+            ))  # fmt: skip
+        elif publication is None or len(asks) < len(members) or not _can_end(publication, ticket, members):
             _answer(draft, group, VerdictDoc(
                 ticket=ticket, verdict="partial", weight_version=0, publication=publication_, asks=asks,
                 reason="the supervisor was restarted while it was installed, and it cannot be finished",
@@ -106,6 +112,14 @@ def _adopt(draft: Draft, group: Group, members: list[Member]) -> None:
             _issue(draft, group, publication, ticket, asks, min(i.patience for i in said))
             _report(draft, draft.groups[group.doc.name], members)
         return
+
+
+def _can_end(publication: Publication, ticket: str, members: list[Member]) -> bool:
+    """Whether a ticket of an earlier term can still come to CURRENT: its slots are kept, or nobody needs them any more."""
+    installs = [m.said.install for m in members if m.said is not None]
+    pulled = all(i.ticket == ticket and i.outcome == "pulled" for i in installs)
+    kept = publication.doc.state is PublicationState.COMMITTED
+    return kept or (pulled and publication.doc.state is PublicationState.RELEASED)
 
 
 def _report(draft: Draft, group: Group, members: list[Member]) -> None:
@@ -172,6 +186,8 @@ def _answer(draft: Draft, group: Group, verdict: VerdictDoc) -> None:
     """Tell a group how its asks ended."""
     name = group.doc.name
     draft.change_group(name, ticket=None, verdict=verdict)
+    if verdict.ticket:
+        draft.groups[name] = replace(draft.groups[name], restored=False)
     draft.log("group.verdict", group=name, verdict=verdict.verdict, version=verdict.weight_version,
               ticket=verdict.ticket, reason=verdict.reason)  # fmt: skip
     group = draft.groups[name]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_reshard.protocol.docs import GroupDoc, GroupState, MemberDoc, MemberState
+from elastic_reshard.protocol.docs import EraDoc, GroupDoc, GroupState, MemberDoc, MemberState
 from elastic_reshard.protocol.messages import Statement
+from elastic_reshard.supervisor.counting import next_era
 from elastic_reshard.supervisor.events import Examine, Examined, Greeted, Leave, MemberEnded
-from elastic_reshard.supervisor.state import Draft, Era, Fragments, Group, Host, Member
+from elastic_reshard.supervisor.state import Draft, Fragments, Group, Host, Member
 
 __all__ = ["become", "cut", "end", "examined", "greet", "leave", "out", "settle", "sign_of_life", "speak", "tick"]
 
-_ERA = 32  # publishes of one era are counted in the lower bits
 _OUT = (MemberState.LOST, MemberState.REFUSED)
 
 
@@ -40,10 +40,22 @@ def out(draft: Draft, member: Member, reason: str) -> None:
 
 
 def _may_be_minted(draft: Draft, member: Member) -> bool:
+    """Whether a publish that lies in the member's slots may still begin: what the others lack of it they may yet offer."""
     group = draft.groups.get(member.doc.group)
-    if group is None or not any(member.doc.id in era.members for era in group.eras):
-        return False
-    return any(fill.seq > group.doc.floor for fill in member.offers)
+    eras = [e for e in group.doc.eras if member.doc.id in e.members] if group is not None else []
+    if group is None or member.said is None:
+        return bool(eras) and draft.now < draft.judge_from
+    return any(
+        fill.seq > max(era.start, group.doc.floor) and _may_be_whole(draft, era, fill.seq)
+        for era in eras
+        for fill in member.offers
+    )
+
+
+def _may_be_whole(draft: Draft, era: EraDoc, seq: int) -> bool:
+    there = [draft.members.get(name) for name in era.members]
+    ranks = [r for r, m in enumerate(there) if m is not None and (m.present or any(f.seq == seq for f in m.offers))]
+    return len(ranks) == len(there) or draft.covers(era.layout, frozenset(ranks))
 
 
 def sign_of_life(draft: Draft, host: str) -> None:
@@ -54,15 +66,16 @@ def sign_of_life(draft: Draft, host: str) -> None:
 
 
 def greet(draft: Draft, event: Greeted) -> None:
-    """A watchdog has connected. A fresh one must name its host's members within `evict`."""
+    """A watchdog has connected. Whom it does not name it must name within `evict`: it may be a fresh one, and what came
+    last of an earlier connection may have been old."""
     hello = event.hello
     known = draft.hosts.get(hello.host)
-    if known is None or known.watchdog != hello.watchdog:
-        for member in list(draft.members.values()):
-            if member.doc.host == hello.host and member.present and member.vouched_by is None:
-                draft.put_member(replace(member, vouched_by=draft.now + draft.deadlines.evict))
-        if known is not None and known.watchdog:
-            draft.log("watchdog.replaced", host=hello.host, was=known.watchdog, now=hello.watchdog)
+    for member in list(draft.members.values()):
+        unsure = member.present or (not member.gone and member.doc.state in _OUT)
+        if member.doc.host == hello.host and unsure and member.vouched_by is None:
+            draft.put_member(replace(member, vouched_by=draft.now + draft.deadlines.evict))
+    if known is not None and known.watchdog and known.watchdog != hello.watchdog:
+        draft.log("watchdog.replaced", host=hello.host, was=known.watchdog, now=hello.watchdog)
     draft.hosts[hello.host] = Host(hello.host, draft.now, hello.watchdog, connected=True)
     draft.snapshots.append(hello.host)
     for statement in hello.statements:
@@ -83,7 +96,7 @@ def speak(draft: Draft, host: str, said: Statement) -> None:
     draft.heard.setdefault(host, {})[said.member] = said.number
     member = draft.members.get(said.member)
     if member is None:
-        if said.leaving:
+        if said.leaving and not draft.in_use(said.member):
             return
         doc = MemberDoc(
             id=said.member, group=said.group.name, rank=said.group.rank, roles=said.roles, host=host,
@@ -136,7 +149,7 @@ def tick(draft: Draft) -> None:
     evict = draft.deadlines.evict
     for host in list(draft.hosts.values()):
         if draft.now - host.heard >= evict:
-            silent = [m for m in draft.members.values() if m.doc.host == host.name and m.doc.state not in _OUT]
+            silent = [m for m in draft.members.values() if m.doc.host == host.name and m.present]
             for member in silent:
                 become(draft, member, MemberState.FORFEIT, f"host {host.name} was silent for {evict} s")
             if not silent or not host.connected:
@@ -148,6 +161,8 @@ def tick(draft: Draft) -> None:
             member = draft.members[member.doc.id]
             if member.present:
                 become(draft, member, MemberState.FORFEIT, "its host's watchdog does not know it")
+            else:
+                draft.put_member(replace(member, gone=True))
         if member.leave_by is not None and draft.now >= member.leave_by and member.present:
             draft.put_member(replace(member, leave_by=None))
             out(draft, draft.members[member.doc.id], "asked to leave, and did not in time")
@@ -168,12 +183,12 @@ def settle(draft: Draft) -> None:
     for member in list(draft.members.values()):
         if member.doc.state is MemberState.LEAVING and draft.groups[member.doc.group].doc.ticket is None:
             out(draft, member, "left")
+    for group in list(draft.groups.values()):
+        if group.doc.whole and any(_left_out(m) for _, m in draft.group_members(group)):
+            _break(draft, group)
     for waiting in list(draft.waiting):
         _seat(draft, draft.members[waiting])
     for name in list(draft.groups):
-        group = draft.groups[name]
-        if group.doc.whole and any(_left_out(m) for _, m in draft.group_members(group)):
-            _break(draft, group)
         _admit(draft, draft.groups[name])
     _clear(draft)
 
@@ -232,7 +247,7 @@ def _break(draft: Draft, group: Group) -> None:
     draft.durable = True
     missing = [m.doc.id for _, m in draft.group_members(group) if _left_out(m)]
     draft.groups[group.doc.name] = replace(group, restored=False)
-    draft.change_group(group.doc.name, whole=False, reason=f"without {', '.join(missing)}")
+    draft.change_group(group.doc.name, whole=False, reason=f"without {', '.join(missing)}"[:4000])
     draft.log("group.broken", group=group.doc.name, missing=missing, serving=group.doc.serving)
 
 
@@ -241,9 +256,16 @@ def _wanted(members: list[Member]) -> Fragments:
 
 
 def _changed_everywhere(group: Group, members: list[Member]) -> bool:
-    """Whether a new layout is known from all ranks: each has said from which publish on it holds, or has made that one."""
+    """Whether a new layout is known from all ranks: each has another fragment than before, has said that what it has holds
+    from that publish on, or has made that publish."""
     begins = max((m.said.source_from for m in members if m.said), default=0)
-    return all(m.said and (m.said.source_from >= begins or any(f.seq >= begins for f in m.said.fills)) for m in members)
+    return all(
+        m.said.source != group.doc.fragments[m.doc.rank][0]
+        or m.said.source_from >= begins
+        or any(f.seq >= begins for f in m.said.fills)
+        for m in members
+        if m.said
+    )
 
 
 def _admit(draft: Draft, group: Group) -> None:
@@ -272,8 +294,8 @@ def _admit(draft: Draft, group: Group) -> None:
         fault = found
     if fault:
         _turn_down(draft, group, members, fault)
-    else:
-        _welcome(draft, group, members, answer)
+    elif _count_alike(draft, group, members):
+        _welcome(draft, draft.groups[group.doc.name], members, answer)
 
 
 def _elsewhere(draft: Draft, group: Group, members: list[Member]) -> str:
@@ -319,19 +341,37 @@ def _turn_down(draft: Draft, group: Group, members: list[Member], fault: str) ->
     draft.change_group(group.doc.name, members=tuple(seats))
 
 
+def _count_alike(draft: Draft, group: Group, members: list[Member]) -> bool:
+    """A new set of incarnations counts its publishes anew, and is whole when every one has said that it does: else a survivor
+    that has not heard yet would count on, and its publishes be paired with others' for ever.
+
+    Those who were only cut off and are all back go on counting: each hears of it at another moment."""
+    ids = tuple(m.doc.id for m in members)
+    back = bool(group.doc.eras) and group.doc.eras[-1].members == ids
+    if "source" not in group.doc.roles or back or not any(m.doc.state is MemberState.JOINING for m in members):
+        return True
+    if group.adopting != ids:
+        draft.groups[group.doc.name] = replace(group, adopting=ids)
+        draft.durable = True
+        draft.change_group(group.doc.name, count_from=next_era(group.doc.count_from))
+    count_from = draft.groups[group.doc.name].doc.count_from
+    return all(m.said is not None and m.said.count_from == count_from for m in members)
+
+
 def _welcome(draft: Draft, group: Group, members: list[Member], answer: Examined) -> None:
     """Admit: a new epoch if anybody is new. Nothing is CURRENT by joining."""
     ids = tuple(m.doc.id for m in members)
     newcomers = [m for m in members if m.doc.state is MemberState.JOINING]
     floor = group.doc.floor
-    eras = group.eras
-    # What a survivor publishes before it hears of the new era keeps the older era's number, and is never mixed in.
-    start = ((group.doc.count_from >> _ERA) + 1) << _ERA if newcomers else group.doc.count_from
+    eras = group.doc.eras
+    back = bool(eras) and eras[-1].members == ids
+    start = group.doc.count_from
     if answer.source_layout is not None:
-        layout_era = Era(ids, start, answer.source_layout, answer.fragments)
-        past = [e for e in eras if e.members != ids and _complete(draft, e, floor)]
-        eras = (*past[-1:], layout_era)
-        if newcomers and not past:
+        mixed = eras[-1].mixed if back else 0 < len(newcomers) < len(members)
+        era = EraDoc(members=ids, start=start, layout=answer.source_layout, fragments=answer.fragments, mixed=mixed)
+        past = [e for e in eras if (e.members, e.fragments) != (ids, answer.fragments) and _complete(draft, e, floor)]
+        eras = (*past[-1:], era)
+        if newcomers and not past and not back:
             floor = start
     for member in newcomers:
         become(draft, member, MemberState.LIVE)
@@ -339,20 +379,24 @@ def _welcome(draft: Draft, group: Group, members: list[Member], answer: Examined
     draft.durable = True
     changes = {
         "members": ids, "whole": True, "fragments": answer.fragments, "source_layout": answer.source_layout,
-        "destination_layout": answer.destination_layout, "floor": floor, "count_from": start, "refused": "", "reason": "",
+        "destination_layout": answer.destination_layout, "eras": eras, "floor": floor, "count_from": start, "refused": "",
+        "reason": "",
     }  # fmt: skip
     if newcomers:
         changes |= {"serving": 0, "serving_publication": ""}
     if len(newcomers) == len(members):
         changes["state"] = GroupState.STALE
-    group = replace(draft.groups[group.doc.name], eras=eras)
+    group = draft.groups[group.doc.name]
     draft.put_group(replace(group, doc=group.doc.model_copy(update=changes)))
     draft.log("group.admitted", group=group.doc.name, members=list(ids), newcomers=[m.doc.id for m in newcomers])
 
 
-def _complete(draft: Draft, era: Era, floor: int) -> bool:
+def _complete(draft: Draft, era: EraDoc, floor: int) -> bool:
     """Whether every rank of an era offers one same publish that was not minted yet."""
-    offers = [{f.seq for f in m.offers} if (m := draft.members.get(i)) else set() for i in era.members]
+    offers = [
+        {f.seq for f in m.offers if f.fragment == own} if (m := draft.members.get(name)) else set()
+        for name, (own, _) in zip(era.members, era.fragments, strict=True)
+    ]
     return any(seq > max(floor, era.start) for seq in set.intersection(*offers)) if offers else False
 
 
@@ -365,11 +409,14 @@ def _clear(draft: Draft) -> None:
             and not _may_be_minted(draft, member)
         ):
             become(draft, member, MemberState.LOST, member.doc.reason)
+    # Somebody waits for a seat, or what the dead have published may still begin.
+    owed = {draft.members[waiting].doc.group for waiting in draft.waiting}
+    owed |= {
+        m.doc.group for m in draft.members.values() if m.doc.state is MemberState.ORPHANED and _may_be_minted(draft, m)
+    }
     for name, group in list(draft.groups.items()):
         held = [m for _, m in draft.group_members(group)]
-        if all(m.doc.state in _OUT for m in held) and not any(
-            draft.members[w].doc.group == name for w in draft.waiting
-        ):
+        if name not in owed and all(m.doc.state in _OUT for m in held):
             draft.durable = True
             draft.drop_group(name)
             draft.log("group.gone", group=name)

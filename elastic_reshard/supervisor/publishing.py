@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic_reshard.protocol.docs import GroupState, PublicationDoc, PublicationState, SourceDoc
+from elastic_reshard.protocol.docs import EraDoc, GroupState, PublicationDoc, PublicationState, SourceDoc
 from elastic_reshard.protocol.ids import publication_id
 from elastic_reshard.protocol.messages import Fill
+from elastic_reshard.supervisor.counting import next_era
 from elastic_reshard.supervisor.events import Abandon
-from elastic_reshard.supervisor.state import Draft, Era, Group, Member, Publication
+from elastic_reshard.supervisor.state import Draft, Group, Member, Publication
 
 __all__ = ["abandon", "committed", "has_all", "settle"]
 
@@ -87,7 +88,7 @@ def _mint(draft: Draft) -> None:
     if draft.moving() is not None or _held_back(draft):
         return
     for group in draft.groups.values():
-        for era in reversed(group.eras):
+        for era in reversed(group.doc.eras):
             found = _ready(draft, group, era)
             if found is not None:
                 _begin(draft, draft.groups[group.doc.name], era, *found)
@@ -110,7 +111,7 @@ def _late(draft: Draft, group: Group) -> bool:
     return group.behind_since is not None and draft.now - group.behind_since >= draft.policies.late_after
 
 
-def _offers(draft: Draft, group: Group, era: Era) -> dict[int, dict[int, tuple[Member, Fill]]]:
+def _offers(draft: Draft, group: Group, era: EraDoc) -> dict[int, dict[int, tuple[Member, Fill]]]:
     """seq -> rank -> who offers it, of what this era may still publish."""
     found: dict[int, dict[int, tuple[Member, Fill]]] = {}
     for rank, name in enumerate(era.members):
@@ -121,17 +122,20 @@ def _offers(draft: Draft, group: Group, era: Era) -> dict[int, dict[int, tuple[M
     return found
 
 
-def _ready(draft: Draft, group: Group, era: Era) -> tuple[int, dict[int, tuple[Member, Fill]]] | None:
+def _ready(draft: Draft, group: Group, era: EraDoc) -> tuple[int, dict[int, tuple[Member, Fill]]] | None:
     """The newest publish that can begin: of all ranks; or of all that live, if they cover the model; or, after
     `gather_window`, of any that cover it."""
     offers = _offers(draft, group, era)
+    unlike: dict[int, tuple[Member, Fill]] = {}
     for seq in sorted(offers, reverse=True):
         ready = offers[seq]
-        if len({fill.label for _, fill in ready.values()}) > 1:
+        labels = {fill.label for _, fill in ready.values()}
+        if len(labels) > 1 or (era.mixed and labels == {None}):
+            unlike = unlike or ready
             continue  # ranks that count differently must not be mixed
         if len(ready) == len(era.members):
             return seq, ready
-        if group.first_ready[0] < seq and era is group.eras[-1]:
+        if group.first_ready[0] < seq and era is group.doc.eras[-1]:
             group = replace(group, first_ready=(seq, draft.now))
             draft.groups[group.doc.name] = group
         absent = [
@@ -141,10 +145,24 @@ def _ready(draft: Draft, group: Group, era: Era) -> tuple[int, dict[int, tuple[M
         waited = group.first_ready[0] == seq and draft.now - group.first_ready[1] >= draft.policies.gather_window
         if (alone or waited) and draft.covers(era.layout, frozenset(ready)):
             return seq, ready
+    if len(unlike) > 1 and era is group.doc.eras[-1]:
+        _count_anew(draft, draft.groups[group.doc.name], unlike)
     return None
 
 
-def _begin(draft: Draft, group: Group, era: Era, seq: int, ready: dict[int, tuple[Member, Fill]]) -> None:
+def _count_anew(draft: Draft, group: Group, ready: dict[int, tuple[Member, Fill]]) -> None:
+    """One number under two labels: the ranks do not count alike, and would not by themselves ever again. What they offer is
+    given up, and all begin to count from the same number."""
+    said = ", ".join(f"{m.doc.id} {fill.label!r}" for m, fill in ready.values())
+    start = next_era(group.doc.count_from)
+    era = group.doc.eras[-1].model_copy(update={"start": start})
+    reason = f"its ranks published unlike steps as one ({said}); they count anew"[:4000]
+    draft.durable = True
+    draft.change_group(group.doc.name, count_from=start, floor=start, eras=(*group.doc.eras[:-1], era), reason=reason)
+    draft.log("group.counts_anew", group=group.doc.name, reason=reason)
+
+
+def _begin(draft: Draft, group: Group, era: EraDoc, seq: int, ready: dict[int, tuple[Member, Fill]]) -> None:
     draft.weight_version += 1
     draft.durable = True
     fills = [fill for _, fill in ready.values()]
@@ -163,9 +181,8 @@ def _begin(draft: Draft, group: Group, era: Era, seq: int, ready: dict[int, tupl
         state=PublicationState.MOVING, sources=sources, membership_epoch=draft.membership_epoch, metrics=metrics,
     )  # fmt: skip
     draft.put_publication(Publication(doc, draft.now))
-    kept = tuple(e for e in group.eras if e is era or e is group.eras[-1])
-    draft.put_group(replace(group, eras=kept))
-    draft.change_group(group.doc.name, floor=seq)
+    kept = tuple(e for e in group.doc.eras if e is era or e is group.doc.eras[-1])
+    draft.change_group(group.doc.name, floor=seq, eras=kept, reason="" if group.doc.whole else group.doc.reason)
     draft.log("publication.moving", publication=doc.id, version=doc.weight_version, label=doc.label, group=doc.group,
               sources=[s.member for s in sources], epoch=draft.membership_epoch)  # fmt: skip
 

@@ -12,7 +12,7 @@ from elastic_reshard.protocol.messages import Fill, Statement
 from elastic_reshard.protocol.view import Told
 from elastic_reshard.supervisor.events import Effects, Examine, Examined, Happened, Match
 
-__all__ = ["Covers", "Draft", "Era", "Fragments", "Group", "Host", "Job", "Member", "Publication"]
+__all__ = ["Covers", "Draft", "Fragments", "Group", "Host", "Job", "Member", "Publication"]
 
 Covers = Callable[[str, frozenset[int]], bool]
 Fragments = tuple[tuple[str | None, str | None], ...]
@@ -60,29 +60,17 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Era:
-    """The publishes of one set of incarnations: those numbered above `start`, whose upper bits count the eras. A group's
-    older era may have one left that was not minted yet."""
-
-    members: tuple[str, ...]
-    start: int
-    layout: str
-    fragments: Fragments
-
-
-@dataclass(frozen=True, slots=True)
 class Group:
-    """A group. restored: from the journal, and none of its members has gone since. asked, examined: the fragments whose
-    joined layouts were asked for, and the last answer. first_ready: (seq, time) of the first rank that offered it.
-    behind_since: since when it does not serve what was committed last."""
+    """A group. restored: from the journal, and since then none of its members has gone and no ticket was judged. asked,
+    examined: the fragments whose joined layouts were asked for, and the last answer. first_ready: (seq, time) of the first
+    rank that offered it. behind_since: since when it does not serve what was committed last."""
 
     doc: GroupDoc
     restored: bool = False
+    adopting: tuple[str, ...] = ()
     asked: Fragments | None = None
     examined: Examined | None = None
-    eras: tuple[Era, ...] = ()
     first_ready: tuple[int, float] = (0, 0.0)
-    attempt: int = 0
     ticket_until: float = 0.0
     behind_since: float | None = None
 
@@ -99,6 +87,7 @@ class Publication:
 class Job:
     """Everything that the supervisor knows. Only `core.step` makes the next one.
 
+    tickets: how many were issued in this term; part of their ids, so that none comes twice.
     fits: what Match answered, by (source layout, destination layout). waiting: members without a seat, in order.
     judge_from: before this nobody is given up. recover_from: members that must come before anything is decided.
     """
@@ -111,6 +100,7 @@ class Job:
     membership_epoch: int = 0
     revision: int = 0
     weight_version: int = 0
+    tickets: int = 0
     committed: str = ""
     members: Mapping[str, Member] = field(default_factory=dict)
     groups: Mapping[str, Group] = field(default_factory=dict)
@@ -136,6 +126,7 @@ class Draft:
             job.weight_version,
             job.committed,
         )
+        self.tickets = job.tickets
         self.members, self.groups = dict(job.members), dict(job.groups)
         self.publications, self.hosts = dict(job.publications), dict(job.hosts)
         self.fits, self.matching, self.waiting = dict(job.fits), set(job.matching), list(job.waiting)
@@ -252,9 +243,10 @@ class Draft:
             )  # fmt: skip
         job = replace(
             self.job, policies=self.policies, membership_epoch=self.membership_epoch, revision=revision,
-            weight_version=self.weight_version, committed=self.committed, members=self.members, groups=self.groups,
-            publications=self.publications, hosts=self.hosts, fits=self.fits, matching=frozenset(self.matching),
-            waiting=tuple(self.waiting), stepped=self.now, judge_from=self.judge_from, recover_from=self.recover_from,
+            weight_version=self.weight_version, tickets=self.tickets, committed=self.committed, members=self.members,
+            groups=self.groups, publications=self.publications, hosts=self.hosts, fits=self.fits,
+            matching=frozenset(self.matching), waiting=tuple(self.waiting), stepped=self.now, judge_from=self.judge_from,
+            recover_from=self.recover_from,
         )  # fmt: skip
         effects = Effects(
             told, self.durable and told is not None, self.heard, tuple(self.snapshots), tuple(self.examine),

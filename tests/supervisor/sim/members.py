@@ -1,0 +1,364 @@
+"""Members: the real `MemberCore` under a user that publishes and installs, with memory in which mixed versions show."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from elastic_reshard.member.core import MemberCore, SlotState
+from elastic_reshard.protocol.docs import PublicationDoc
+from elastic_reshard.protocol.messages import Fill, GroupSpec
+from elastic_reshard.protocol.view import Farewell, Heard, Told
+from tests.supervisor.sim.clock import Link, Proc
+from tests.supervisor.sim.house import PIECES, Watchdog
+
+if TYPE_CHECKING:
+    from tests.supervisor.sim.world import World
+
+__all__ = ["Member", "Round"]
+
+SLACK = 1.3  # seconds: a call may overrun its deadline by the piece it is copying
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a gang publishes once, all ranks the same; `uid` is in every tensor of it."""
+
+    uid: int
+    label: str | None
+    fragment: str
+
+
+@dataclass
+class Publishing:
+    """A publish call."""
+
+    round: Round
+    seq: int
+    arena: str
+    deadline: float
+    slot: SlotState | None = None
+    pieces: int = 0
+
+
+@dataclass
+class Installing:
+    """An install call."""
+
+    deadline: float
+    state: str = "asking"
+    pull: deque[tuple[str, int, int, tuple[int, int], int]] = field(default_factory=deque)
+    read: dict[tuple[str, int], int] = field(default_factory=dict)
+
+
+class Member(Proc):
+    """One incarnation. Everything its user does happens in `advance`, whenever something was heard or a timer ran out."""
+
+    def __init__(self, world: World, name: str, spec: GroupSpec, roles: frozenset[Any], host: str) -> None:
+        super().__init__(world.clock, name)
+        self.world, self.host = world, host
+        self.core = MemberCore(name, spec, roles, host, 1)
+        self.on_death: list[Callable[[], None]] = []
+        self.wire: Link | None = None
+        self.todo: deque[Round] = deque()
+        self.publishing: Publishing | None = None
+        self.installing: Installing | None = None
+        self.tensors: dict[tuple[int, int], Any] = {}
+        self.results: list[str] = []
+        self.leave_at: float | None = None
+        self.obedient = True  # leaves when asked
+        self.froze = 0.0
+        self.fragment: str | None = None  # of its newest arena
+
+    # -- life
+
+    def die(self, how: str = "killed") -> None:
+        if self.alive:
+            super().die(how)
+            for tell in self.on_death:
+                tell()
+
+    def wake(self) -> None:
+        self.froze = self.clock.now
+        super().wake()
+
+    def attach(self) -> None:
+        """Find the host's watchdog, or start one, and say everything."""
+        if self.wire is not None:
+            self.wire.close(self)
+        dog = self.world.watchdog(self.host)
+        self.wire = Link(self.clock, self, dog, local=True)
+        self.wire.send(self, ("attach", self._statement()))
+        for arena in self.world.arenas.values():
+            if self in arena.holders:
+                self.wire.send(self, ("offer", arena.arena, arena.owner))
+        self.wire.send(self, ("settled",))
+
+    def suspect(self, dog: Watchdog) -> None:
+        """The watchdog was silent for too long."""
+        if self.world.watchdogs.get(self.host) is dog and (dog.frozen or not dog.alive):
+            dog.heir()
+        if self.wire is None or dog in self.wire.ends:
+            self.attach()
+
+    def received(self, link: Link, said: Any) -> None:
+        if link is not self.wire:
+            return
+        if said is None:
+            self.wire = None
+            dog = self.world.watchdogs[self.host]
+            self.after(0.02 + 0.1 * self.clock.rng.random(), self.suspect, dog)
+        elif isinstance(said, (Told, Heard, Farewell)):
+            before = self.core.view.revision
+            if not self.core.hear(said) and self.core.view.obeys(said.term, said.instance):
+                self.attach()
+            elif self.core.view.revision != before:
+                self.world.checks.replica(self.name, self.core.view)
+            if self.core.unsaid:
+                self.say()
+            self.advance()
+        elif said[0] == "offer":
+            self.world.arenas[said[1]].holders.add(self)
+        elif said[0] == "dropped" and self.world.arenas[said[1]].owner != self.name:
+            self.world.arenas[said[1]].holders.discard(self)
+
+    def _statement(self) -> Any:
+        return self.core.statement()
+
+    def say(self) -> None:
+        """State everything anew."""
+        statement = self._statement()
+        if self.wire is not None:
+            self.wire.send(self, ("state", statement))
+
+    def _tell(self, *said: Any) -> None:
+        if self.wire is not None:
+            self.wire.send(self, said)
+
+    def advance(self) -> None:
+        """Go on with whatever this member's user is doing."""
+        if not self.alive:
+            return
+        if self.core.out:
+            self._ousted()
+            return
+        me = self.core.me
+        if me is not None and me.leave_within is not None and self.obedient and not self.core.leaving:
+            self.leave(me.leave_within)
+        self._publish_on()
+        self._install_on()
+
+    def _ousted(self) -> None:
+        """NotAMember: every call ends, and so does the process."""
+        self.publishing = self.installing = None
+        self.todo.clear()
+        why = self.core.out
+        farewell = self.core.farewell
+        self.world.checks.must(farewell is None or farewell.over, f"{self.name} takes a farewell for good: {why}")
+        if self.core.leaving:
+            self._tell("left")
+        self.after(0.2, self.die, f"out: {why}")
+
+    def leave(self, within: float) -> None:
+        """m.leave()"""
+        self.core.leaving = True
+        self.say()
+        self.after(within, self._leave_now)
+
+    def _leave_now(self) -> None:
+        self._tell("left")
+        self.die("left")
+
+    # -- publishing
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has published all it was to."""
+        return self.publishing is None and not self.todo
+
+    def _publish_on(self) -> None:
+        call = self.publishing
+        if call is None:
+            if not self.todo or not self.core.my_group:
+                return
+            round_ = self.todo.popleft()
+            if round_.label is None and self.core.must_label:
+                self._ended(None, "refused without a label")
+                self.after(0.0, self.advance)
+                return
+            call = self._begin_publish(round_)
+        if call.slot is not None:
+            return  # a copy is under way
+        if not call.arena:
+            self._accept(call)
+            return
+        slot, say = self.core.claim(call.arena)
+        if slot is not None:
+            call.slot = slot
+            self.world.checks.writes(self, slot)
+            arena = self.world.arenas[slot.arena]
+            arena.generations[slot.slot] += 1
+            self.after(self._copy_time(), self._write, call)
+        elif self.clock.now >= call.deadline:
+            self._end_publish("busy: " + "; ".join(self.core.holders(call.arena)))
+            if self.core.unclaim():
+                self.say()
+        elif say:
+            self.say()
+
+    def _accept(self, call: Publishing) -> None:
+        """A changed layout is accepted before anything is copied."""
+        group = self.core.my_group
+        own = group.fragments[self.core.group.rank][0] if group is not None and group.fragments else None
+        if own == call.round.fragment:
+            call.arena = self._new_arena()
+            self.advance()
+        elif self.clock.now >= call.deadline:
+            self.core.source, self.core.source_from = self.fragment, 0
+            self.say()
+            self._end_publish("layout not accepted")
+
+    def _new_arena(self) -> str:
+        arena = self.world.new_arena(self)
+        self.core.new_arena(arena, 2)
+        self._tell("offer", arena, self.name)
+        self.fragment = self.core.source
+        return arena
+
+    def _begin_publish(self, round_: Round) -> Publishing:
+        seq = self.core.next_publish()
+        if not self.core.slots:
+            self._new_arena()
+        changed = round_.fragment != self.fragment
+        patience = 0.5 + 3 * self.clock.rng.random()
+        if self.clock.calm:
+            patience = 12.0
+        arena = "" if changed else self.core.slots[-1].arena
+        call = self.publishing = Publishing(round_, seq, arena, self.clock.now + patience)
+        if changed:
+            self.core.source, self.core.source_from = round_.fragment, seq
+            self.say()
+        self.after(patience, self.advance)
+        return call
+
+    def _copy_time(self) -> float:
+        rng = self.clock.rng
+        return 0.02 * rng.random() if rng.random() < 0.85 else 0.3 * rng.random()
+
+    def _write(self, call: Publishing) -> None:
+        slot = call.slot
+        if slot is None or self.publishing is not call:
+            return
+        arena = self.world.arenas[slot.arena]
+        if call.pieces < PIECES:
+            arena.tensors[slot.slot][call.pieces] = (call.round.uid, self._shard(call.round), call.pieces)
+            call.pieces += 1
+            self.after(self._copy_time(), self._write, call)
+            return
+        arena.generations[slot.slot] += 1
+        fill = Fill(
+            arena=slot.arena, slot=slot.slot, generation=arena.generations[slot.slot], seq=call.seq,
+            label=call.round.label, fragment=call.round.fragment,
+        )  # fmt: skip
+        self.core.offer(slot, fill)
+        self.world.checks.offered(self, fill, call.round)
+        self.say()
+        self._end_publish("published")
+        for gone in self.core.unused_arenas(call.arena):
+            self._tell("withdraw", gone)
+            self.world.arenas[gone].holders.discard(self)
+
+    def _shard(self, round_: Round) -> int:
+        return 0 if round_.fragment.startswith("b") else self.core.group.rank
+
+    def _end_publish(self, result: str) -> None:
+        self._ended(self.publishing, result)
+        self.publishing = None
+        self.after(0.0, self.advance)
+
+    def _ended(self, call: Publishing | Installing | None, result: str) -> None:
+        self.results.append(result)
+        self.clock.note(self.name, "call ended:", result)
+        if call is not None:
+            self.world.checks.in_time(self, call.deadline, SLACK)
+
+    # -- installing
+
+    def install(self, patience: float) -> None:
+        """m.install(timeout)"""
+        if self.installing is not None or self.core.out or not self.alive:
+            return
+        self.core.ask(patience)
+        self.installing = Installing(self.clock.now + patience)
+        self.say()
+        self.after(patience, self.advance)
+
+    def _install_on(self) -> None:
+        call = self.installing
+        if call is None or call.state == "pulling":
+            return
+        verdict = self.core.answer()
+        if verdict is not None:
+            self._end_install(verdict, verdict.verdict)
+            return
+        ticket = self.core.grant()
+        if ticket is not None:
+            publication = self.core.view.publications.get(ticket.publication)
+            self.core.take_up(ticket)
+            self.say()
+            call.state = "pulling"
+            if publication is None or not self._open(call, publication):
+                self._report(call, "a slot is not what the publication says")
+                return
+            self.after(self._copy_time(), self._pull, call)
+        elif self.clock.now >= call.deadline:
+            self._end_install(None, "timeout")
+
+    def _open(self, call: Installing, publication: PublicationDoc) -> bool:
+        """What is to be copied from where; whether every slot has the publication's generation now."""
+        one = publication.layout.startswith("Sb")
+        sources = publication.sources[: 1 if one else None]
+        for source in sources:
+            arena = self.world.arenas[source.arena]
+            if self not in arena.holders or arena.generations[source.slot] != source.generation:
+                return False
+            call.read[source.arena, source.slot] = source.generation
+            for piece in range(PIECES):
+                key = (0 if one else source.rank, piece)
+                call.pull.append((source.arena, source.slot, piece, key, source.generation))
+        for key in set(self.tensors) - {item[3] for item in call.pull}:
+            del self.tensors[key]
+        return True
+
+    def _pull(self, call: Installing) -> None:
+        if self.installing is not call:
+            return
+        if self.clock.now >= call.deadline and call.pull:
+            self._report(call, "its deadline passed")
+        elif call.pull:
+            arena, slot, piece, key, _ = call.pull.popleft()
+            self.tensors[key] = self.world.arenas[arena].tensors[slot][piece]
+            self.after(self._copy_time(), self._pull, call)
+        elif self._unchanged(call.read):
+            self._report(call, "")
+        else:
+            self._report(call, "a slot was written while it was read")
+
+    def _unchanged(self, read: dict[tuple[str, int], int]) -> bool:
+        """The comparison after the copies; a switch for the test that leaves it out."""
+        return all(self.world.arenas[a].generations[s] == g for (a, s), g in read.items())
+
+    def _report(self, call: Installing, fault: str) -> None:
+        call.state = "waiting"
+        self.core.report(not fault, fault, 0.1, 5)
+        self.say()
+        self.advance()
+
+    def _end_install(self, verdict: Any, result: str) -> None:
+        call, self.installing = self.installing, None
+        self.core.end_call(verdict)
+        self.world.checks.held(self)
+        self.say()
+        self._ended(call, result)

@@ -1,0 +1,310 @@
+"""One history: a job of a trainer gang and engines, its operators and its faults, all by one seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_reshard.protocol.deadlines import Deadlines, Policies
+from elastic_reshard.protocol.messages import GroupSpec
+from elastic_reshard.supervisor.events import SetPolicies
+from tests.supervisor.sim import faults
+from tests.supervisor.sim.checks import Broken, Checks
+from tests.supervisor.sim.clock import Clock, Proc
+from tests.supervisor.sim.house import Arena, Watchdog
+from tests.supervisor.sim.members import Member, Round
+from tests.supervisor.sim.shell import Disk, Supervisor
+
+__all__ = ["HOST", "Broken", "Gang", "World"]
+
+HOST = "h"
+
+
+class Gang:
+    """The user's side of a group: it starts ranks, and gives a trainer's ranks the same rounds."""
+
+    def __init__(self, world: World, name: str, size: int, roles: frozenset[Any], fragment: str) -> None:
+        self.world, self.name, self.size, self.roles, self.fragment = world, name, size, roles, fragment
+        self.ranks: list[Member] = []
+        self.given: list[Member] = []
+        self.step = 0
+        self.labelled = world.clock.rng.random() < 0.6
+
+    @property
+    def source(self) -> bool:
+        """Whether it publishes."""
+        return "source" in self.roles
+
+    @property
+    def living(self) -> list[Member]:
+        """Ranks whose processes are there."""
+        return [m for m in self.ranks if m.alive]
+
+    def start(self, rank: int) -> Member:
+        """A fresh incarnation of a rank."""
+        world = self.world
+        name = f"{self.name}-{rank}@{len(world.members):016x}"
+        member = Member(world, name, GroupSpec(name=self.name, size=self.size, rank=rank), self.roles, HOST)
+        member.obedient = world.clock.rng.random() < 0.7
+        if self.source:
+            # Who joins others has their layout, which may not be the one that was wanted.
+            self.fragment = next((m.fragment for m in self.living if m.fragment), self.fragment)
+            member.core.source = member.fragment = self.fragment
+        if "destination" in self.roles:
+            member.core.destination = "dd"
+        world.members[name] = member
+        world.clock.note("start", name)
+        member.attach()
+        return member
+
+    def complete(self) -> None:
+        """Start the ranks that are not there."""
+        there = {m.core.group.rank: m for m in self.living}
+        if len(there) < self.size:
+            kept = next((m.fragment for m in self.living if m.fragment), None)
+            for member in self.living:
+                member.todo.clear()  # they meet the newcomer before they go on
+                if member.fragment != kept:
+                    member.die("it heard too late of a layout that the others have")
+            there = {m.core.group.rank: m for m in self.living}
+            self.labelled |= bool(there)  # as they are told to, since counting alone says nothing any more
+        self.ranks = [there[r] if r in there else self.start(r) for r in range(self.size)]
+
+    def restart(self) -> None:
+        """All ranks anew, from an older checkpoint; what of the old ones is frozen stays so for a while."""
+        for member in self.living:
+            if not (member.frozen and self.world.clock.chance(0.3)):
+                member.die("gang restart")
+        self.step = max(0, self.step - self.world.clock.rng.randint(0, 3))
+        self.ranks = [self.start(r) for r in range(self.size)]
+
+    def ready(self) -> bool:
+        """Whether the ranks meet in the gang's barrier: all idle, and those who are new have joined. What the others have heard
+        of that is not asked."""
+        new = [m for m in self.ranks if m not in self.given]
+        return all(m.alive and m.idle for m in self.ranks) and all(m.core.admitted for m in new)
+
+    def round(self) -> bool:
+        """Give every rank the same to publish."""
+        # Ranks that were given all the same may run ahead of each other.
+        ahead = self.world.clock.chance(0.2) and self.given == self.ranks and all(len(m.todo) < 2 for m in self.ranks)
+        if not ahead and not self.ready():
+            return False
+        self.given = list(self.ranks)
+        if self.world.clock.chance(0.05):
+            self.fragment = f"{self.fragment[0]}{self.world.clock.rng.randint(0, 3)}"
+        self.step += 1
+        self.world.rounds += 1
+        round_ = Round(self.world.rounds, f"step-{self.step}" if self.labelled else None, self.fragment)
+        self.world.clock.note(self.name, "ROUND", round_)
+        for member in self.ranks:
+            member.todo.append(round_)
+            member.after(0.05 * self.world.clock.rng.random(), member.advance)
+        return True
+
+
+class World:
+    """Everything that is there. `run` plays the history of its seed; Broken is a broken promise."""
+
+    def __init__(self, seed: int) -> None:
+        self.clock = Clock(seed)
+        rng = self.rng = self.clock.rng
+        self.deadlines = Deadlines()
+        self.policies = Policies(late_after=5.0, gather_window=1.0, install=6.0, min_groups=rng.choice([0, 1, 1, 1, 2]),
+                                 max_lag=rng.choice([None, None, None, 0, 2]))  # fmt: skip
+        self.checks = Checks(self)
+        self.members: dict[str, Member] = {}
+        self.arenas: dict[str, Arena] = {}
+        self.watchdogs: dict[str, Watchdog] = {}
+        self.dogs = self.rounds = 0
+        self.recover_from = 0  # while a journal is lost
+        self.read: dict[str, int] = {}  # the last statement of each member that a watchdog took in
+        self.supervisors: list[Supervisor] = []
+        self.disk = Disk()
+        self.start_supervisor()
+        both = rng.random() < 0.15
+        roles = frozenset({"source", "destination"} if both else {"source"})
+        fragment = rng.choice(["a0", "a0", "b0"])
+        self.trainer = Gang(self, "t", rng.choice([1, 2, 2, 3]), roles, fragment)
+        engines = rng.choice([1, 1, 2]) if not both else rng.choice([0, 1])
+        engine = frozenset({"destination"})
+        self.engines = [Gang(self, f"e{i}", rng.choice([1, 2, 2]), engine, "") for i in range(engines)]
+        self.gangs = [self.trainer, *self.engines]
+        self.installers = [g for g in self.gangs if "destination" in g.roles]
+
+    # -- parts
+
+    def start_supervisor(self) -> Supervisor:
+        """The next term."""
+        recover_from = 0 if self.disk.written else self.recover_from
+        supervisor = Supervisor(self, self.disk, recover_from)
+        self.supervisors.append(supervisor)
+        self.clock.note("start", supervisor.name, "term", supervisor.job.term, "recover_from", recover_from)
+        return supervisor
+
+    def dial(self) -> Supervisor | None:
+        """Who answers at the supervisor's address."""
+        living = [s for s in self.supervisors if s.alive]
+        if len(living) > 1 and self.clock.chance(0.15):
+            return living[-2]
+        return living[-1] if living else None
+
+    def start_watchdog(self, host: str) -> Watchdog:
+        """Another watchdog."""
+        dog = self.watchdogs[host] = Watchdog(self, host, self.dogs)
+        self.dogs += 1
+        self.clock.note("start", dog.name)
+        return dog
+
+    def watchdog(self, host: str) -> Watchdog:
+        """The host's watchdog, started if there is none."""
+        dog = self.watchdogs.get(host)
+        if dog is None:
+            return self.start_watchdog(host)
+        return dog if dog.alive else dog.heir()
+
+    def new_arena(self, member: Member) -> str:
+        """Memory of this member, in its own hands."""
+        name = f"{len(self.arenas) + 1:x}"
+        self.arenas[name] = Arena(name, member.name)
+        self.arenas[name].holders.add(member)
+        return name
+
+    def may_be_heard(self, name: str) -> bool:
+        """Whether something of a member may still be on its way to a supervisor."""
+        member = self.members[name]
+        dog = self.watchdogs.get(member.host)
+        return member.alive or dog is None or name in dog.house.members or not dog.house.connected
+
+    # -- faults
+
+    def freeze(self, proc: Proc) -> None:
+        """For a while; a watchdog that is silent for too long is replaced."""
+        proc.freeze()
+        rng = self.rng
+        if isinstance(proc, Watchdog):
+            for member in self.members.values():
+                if member.alive and member.wire is not None and proc in member.wire.ends:
+                    member.after(2.0 + 0.2 * rng.random(), self._suspect, member, proc)
+        self.clock.after(rng.choice([0.2, 1.0, 3.0, 8.0]) * (0.5 + rng.random()), self._wake, proc)
+
+    def _suspect(self, member: Member, dog: Watchdog) -> None:
+        if dog.frozen or not dog.alive:
+            member.suspect(dog)
+
+    def _wake(self, proc: Proc) -> None:
+        proc.wake()
+
+    def lose_supervisor(self, supervisor: Supervisor, when: str) -> None:
+        """SIGKILL, and somebody starts it again."""
+        supervisor.die(when)
+        self.clock.after(3 * self.rng.random(), self.revive)
+
+    def revive(self) -> None:
+        """Start a supervisor unless one is there."""
+        if any(s.alive and not s.frozen for s in self.supervisors):
+            return
+        self.start_supervisor()
+
+    def known(self, boss: Supervisor) -> bool:
+        """Whether the host's watchdog knows all that the supervisor has told: one loss at a time."""
+        dog = self.watchdogs.get(HOST)
+        view = dog.house.view if dog is not None and dog.alive and not dog.frozen else None
+        return view is not None and (view.term, view.revision) == (boss.job.term, boss.job.revision)
+
+    @property
+    def recovering(self) -> bool:
+        """Whether only watchdogs know what was."""
+        return self.recover_from > 0 and not self.disk.written
+
+    def lose_journal(self) -> None:
+        """The supervisor and its disk are gone. A person starts another, and says how many members there are."""
+        for one in self.supervisors:
+            one.die("with its disk")
+        self.disk = Disk()
+        self.recover_from = max(1, sum(m.alive for m in self.members.values()))
+        self.clock.after(self.rng.random(), self.revive)
+
+    def fault(self) -> None:
+        """One fault or one act of an operator, by chance."""
+        faults.happen(self)
+
+    # -- time
+
+    def run(self, seconds: float = 14.0) -> None:
+        """The whole history: trouble, then calm, then what must have come about."""
+        for gang in self.gangs:
+            for rank in range(gang.size):
+                self.clock.after(0.3 * self.rng.random(), self._begin, gang, rank)
+        self.clock.after(0.5, self._train)
+        for gang in self.installers:
+            self.clock.after(1.0, self._serve, gang)
+        troubles = self.rng.choice([1, 3, 5, 8])
+        for _ in range(troubles):
+            self.clock.at(0.5 + (seconds - 1) * self.rng.random(), self.fault)
+        self._until(seconds)
+        self.settle()
+
+    def settle(self) -> None:
+        """Calm: whoever is left gets well, and what was promised must come about."""
+        self.clock.calm = True
+        self.clock.note("CALM")
+        for proc in [*self.members.values(), *self.watchdogs.values(), *self.supervisors]:
+            proc.wake()
+        for old in self.supervisors[:-1]:
+            old.die("an older one")
+        if not self.supervisors[-1].alive:
+            self.start_supervisor()
+        self.policies = Policies(
+            min_groups=min(1, len(self.installers)), late_after=2.0, gather_window=1.0, install=6.0
+        )
+        self.supervisors[-1].submit(SetPolicies(self.policies))
+        known = {m for g in self.gangs for m in g.ranks}
+        for member in self.members.values():
+            if member not in known:
+                member.die("of an older gang")
+        self._until(self.clock.now + 4.0)
+        if self.supervisors[-1].job.recover_from:
+            self.recover_from = 1  # the person who waits for members that are gone says so
+            self.supervisors[-1].die("to be started anew")
+            self.start_supervisor()
+        self._until(self.clock.now + 8.0)
+        trains = self.rng.random() < 0.7
+        final, until = 0, self.clock.now + 60.0
+        why = "it has not begun"
+        while why and self.clock.now < until:
+            for gang in self.gangs:
+                if trains or gang is not self.trainer or "destination" in gang.roles:
+                    gang.complete()
+            if trains and not final and self.trainer.round():
+                final = self.rounds
+            self._until(self.clock.now + 0.5)
+            why = self.checks.settled(final)
+        self.checks.must(not why, f"it did not get well: {why}")
+        self.installers = []
+        for member in self.members.values():
+            member.todo.clear()
+        self._until(self.clock.now + 14.0)
+        self.checks.at_rest()
+
+    def _begin(self, gang: Gang, rank: int) -> None:
+        if not any(m.core.group.rank == rank for m in gang.ranks):
+            gang.ranks.append(gang.start(rank))
+            gang.ranks.sort(key=lambda m: m.core.group.rank)
+
+    def _train(self) -> None:
+        if len(self.trainer.ranks) == self.trainer.size:
+            self.trainer.round()
+        if not self.clock.calm:
+            self.clock.after(self.rng.choice([0.3, 1.0, 2.0]) * (0.5 + self.rng.random()), self._train)
+
+    def _serve(self, gang: Gang) -> None:
+        for member in gang.living if gang in self.installers else ():
+            news = member.core.installable() is not None or self.rng.random() < 0.1
+            if news and self.rng.random() < 0.95:
+                patience = self.rng.choice([0.3, 2.0, 4.0]) if not self.clock.calm else 6.0
+                member.after(0.05 * self.rng.random(), member.install, patience)
+        self.clock.after(0.4 + 0.4 * self.rng.random(), self._serve, gang)
+
+    def _until(self, when: float) -> None:
+        while self.clock.now < when and self.clock.next_event():
+            self.checks.each()
