@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.supervisor.sim.shell import Supervisor
     from tests.supervisor.sim.world import World
 
-__all__ = ["Broken", "Checks"]
+__all__ = ["Broken", "Checks", "Over"]
 
 MOVING, COMMITTED, RELEASED, ABANDONED = PublicationState
 _IN_USE = (MOVING, COMMITTED)
@@ -28,6 +28,10 @@ _PART = (MemberState.LIVE, MemberState.LEAVING)
 
 class Broken(AssertionError):
     """A promise that did not hold."""
+
+
+class Over(Exception):
+    """Nothing is left that was promised anything."""
 
 
 class Checks:
@@ -47,6 +51,7 @@ class Checks:
         self.published: set[int] = set()
         self.overwritten: set[int] = set()
         self.views: dict[tuple[int, str, int], tuple[Any, ...]] = {}
+        self.refused: set[str] = set()
         self.obeyed: dict[str, int] = {}
         self.given_up: set[int] = set()  # rounds that an operator abandoned
         self.told_current: dict[str, dict[str, str]] = {}  # ticket -> member -> what it was told to hold
@@ -74,6 +79,8 @@ class Checks:
 
     def _recovered(self, newest: Job | None, job: Job) -> None:
         """A journal was lost, and what members and watchdogs knew has been put together."""
+        if not self.world.knower or not self.world.knower.alive:
+            raise Over("the last who knew of it has left")
         self._catch_up(job)
         if newest is not None:
             self._committed(newest, job)
@@ -111,6 +118,8 @@ class Checks:
             self._recovered(newest, job)
             return
         for happened in effects.happened:
+            if happened.event == "member.refused":
+                self.refused.add(happened.fields["member"])
             if happened.event.startswith("publication."):
                 self._publication(happened.fields["publication"], PublicationState(happened.event[12:]), before, job)
         for key, publication in job.publications.items():
@@ -328,6 +337,8 @@ class Checks:
     def _offered_still(self, member: Member, fill: Fill) -> bool:
         if not member.alive and self.world.read.get(member.name, 0) < member.core.number:
             return False  # it and its watchdog were lost at once
+        if member.name in self.refused:
+            return False  # cut off in the middle of a change of layout, and refused for ranks that differ
         slot = next((s for s in member.core.slots if s.fill == fill), None)
         return slot is not None and slot.withdrawn is None and self.world.arenas[fill.arena].lives
 

@@ -140,6 +140,9 @@ class Supervisor(Proc):
         term, instance = hello.obeyed
         job = self.job
         if job.recover_from and term >= job.term and instance != job.instance:
+            if self.disk.term != job.term:
+                self.die("fenced by its journal")
+                return
             self.disk.term = term + 1
             self.job = replace(job, term=self.disk.term)
             for host in self.feeds:

@@ -8,7 +8,7 @@ from elastic_reshard.protocol.deadlines import Deadlines, Policies
 from elastic_reshard.protocol.messages import GroupSpec
 from elastic_reshard.supervisor.events import SetPolicies
 from tests.supervisor.sim import faults
-from tests.supervisor.sim.checks import Broken, Checks
+from tests.supervisor.sim.checks import Broken, Checks, Over
 from tests.supervisor.sim.clock import Clock, Proc
 from tests.supervisor.sim.house import Arena, Watchdog
 from tests.supervisor.sim.members import Member, Round
@@ -66,7 +66,6 @@ class Gang:
                 if member.fragment != kept:
                     member.die("it heard too late of a layout that the others have")
             there = {m.core.group.rank: m for m in self.living}
-            self.labelled |= bool(there)  # as they are told to, since counting alone says nothing any more
         self.ranks = [there[r] if r in there else self.start(r) for r in range(self.size)]
 
     def restart(self) -> None:
@@ -90,6 +89,7 @@ class Gang:
         if not ahead and not self.ready():
             return False
         self.given = list(self.ranks)
+        self.labelled |= any(m.core.must_label for m in self.ranks)
         if self.world.clock.chance(0.05):
             self.fragment = f"{self.fragment[0]}{self.world.clock.rng.randint(0, 3)}"
         self.step += 1
@@ -117,6 +117,7 @@ class World:
         self.watchdogs: dict[str, Watchdog] = {}
         self.dogs = self.rounds = 0
         self.recover_from = 0  # while a journal is lost
+        self.knower: Watchdog | None = None  # who alone knows then what was
         self.read: dict[str, int] = {}  # the last statement of each member that a watchdog took in
         self.supervisors: list[Supervisor] = []
         self.disk = Disk()
@@ -221,6 +222,7 @@ class World:
         for one in self.supervisors:
             one.die("with its disk")
         self.disk = Disk()
+        self.knower = self.watchdogs[HOST]
         self.recover_from = max(1, sum(m.alive for m in self.members.values()))
         self.clock.after(self.rng.random(), self.revive)
 
@@ -241,8 +243,11 @@ class World:
         troubles = self.rng.choice([1, 3, 5, 8])
         for _ in range(troubles):
             self.clock.at(0.5 + (seconds - 1) * self.rng.random(), self.fault)
-        self._until(seconds)
-        self.settle()
+        try:
+            self._until(seconds)
+            self.settle()
+        except Over as over:
+            self.clock.note(over)
 
     def settle(self) -> None:
         """Calm: whoever is left gets well, and what was promised must come about."""
