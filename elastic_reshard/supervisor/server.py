@@ -217,13 +217,13 @@ class Supervisor:
             raise failed[0]
 
     async def _farewell(self, shell: Shell, error: BaseException | None) -> None:
-        """Last words when the job is over. A supervisor that will start again, or that another has taken over from, only
-        closes its connections: members take a farewell for good."""
+        """Last words where there is something to say. A supervisor that will start again only closes its connections;
+        members take none but "over" for the end of the job."""
         if error is not None:
             shell.record.add("supervisor.ended", {"reason": str(error), "fenced": isinstance(error, Fenced)})
-        if error is not None or not self._over:
+        if error is None and not self._over:
             return
-        text = shell.farewell_text("the job is over", over=True)
+        text = shell.farewell_text(str(error) if error is not None else "the job is over", over=error is None)
         for feed in list(shell.feeds.values()):
             feed.end(text)
         until = time.monotonic() + _FAREWELL

@@ -77,6 +77,7 @@ class Host:
         self.heard: dict[str, int] = {}
         self.farewell: Farewell | None = None
         self.snapshots = 0
+        self._said: dict[str, Statement] = {s.member: s for s in hello.get("statements", ())}
         self._stack, self._raw = ExitStack(), connection
         self.socket: ClientConnection = self._stack.enter_context(
             connect(
@@ -97,7 +98,16 @@ class Host:
 
     def state(self, *statements: Statement) -> None:
         for one in statements:
+            self._said[one.member] = one
             self.say(Stated(statement=one))
+
+    def _count_alike(self) -> None:
+        """What members do by themselves: count as their group does, and say so."""
+        for said in list(self._said.values()):
+            group = self.view.groups.get(said.group.name)
+            seated = group is not None and group.members[said.group.rank] == said.member
+            if group is not None and seated and group.count_from > said.count_from:
+                self.state(said.model_copy(update={"count_from": group.count_from}))
 
     def publish(self, seq: int, number: int, **more: Any) -> tuple[Statement, Statement]:
         """Statements of the trainer group that offer its publish `seq`."""
@@ -116,6 +126,7 @@ class Host:
             if isinstance(message, Told):
                 self.snapshots += message.base == 0
                 assert self.view.apply(message), f"gap: {message.base} after {self.view.revision}"
+                self._count_alike()
             elif isinstance(message, Heard):
                 assert message.revision <= self.view.revision, "heard before the view that shows it"
                 self.heard.update(message.numbers)
