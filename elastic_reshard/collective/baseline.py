@@ -152,7 +152,10 @@ class Baseline:
         for i, bucket in enumerate(self._mine):
             slot = i % self.options.depth
             self._finish(flights[slot], want, deadline)
-            flights[slot] = self._start(bucket, self._buffers[slot], have, deadline)
+            try:
+                flights[slot] = self._start(bucket, self._buffers[slot], have, deadline)
+            except RuntimeError as error:  # gloo says so already when it is to post
+                raise self._broke(error, (*bucket.home, *self._spread(bucket)), deadline) from error
         for i in range(len(self._mine), len(self._mine) + self.options.depth):
             self._finish(flights[i % self.options.depth], want, deadline)
         self._broken = False
@@ -314,13 +317,16 @@ class Baseline:
             try:
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except RuntimeError as error:
-                needed = sorted(set(peers) - {self.groups.rank})
-                said = (
-                    f"rank {self.groups.rank}: gather-and-broadcast broke while it needed ranks {needed} ({error}). "
-                    "Do not use the destination tensors; see which of them ended, then form the groups anew."
-                )
-                kind = TransferTimeout if time.monotonic() >= deadline else PeerLost
-                raise kind(said, needed) from error
+                raise self._broke(error, peers, deadline) from error
+
+    def _broke(self, error: RuntimeError, peers: Iterable[int], deadline: float) -> PeerLost | TransferTimeout:
+        """gloo's error in this project's words; its text does not name the culprit."""
+        needed = sorted(set(peers) - {self.groups.rank})
+        said = (
+            f"rank {self.groups.rank}: gather-and-broadcast broke while it needed ranks {needed} ({error}). "
+            "Do not use the destination tensors; see which of them ended, then form the groups anew."
+        )
+        return (TransferTimeout if time.monotonic() >= deadline else PeerLost)(said, needed)
 
 
 def gather_and_broadcast(

@@ -26,26 +26,31 @@ class Event:
     extras: Mapping[str, Any] = field(default_factory=dict)
 
 
+_BEGUN = (PublicationState.MOVING, PublicationState.COMMITTED)
+
+
 class Watcher:
     """Remembers what one listener was told. Not for several threads at once."""
 
     def __init__(self, core: MemberCore) -> None:
         self._core = core
         self._pending = self._installable = ""
+        self._begun = 0  # the newest version that was told as pending
         self._broken = self._leave = self._whole = False
 
     def news(self) -> Iterator[Event]:
         """Differences between the view and what was told before."""
         core, view = self._core, self._core.view
         group, me = core.my_group, core.me
-        moving = next((p for p in view.publications.values() if p.state is PublicationState.MOVING), None)
         gone = view.publications.get(self._pending)
         if gone is not None and gone.state is PublicationState.ABANDONED:
             self._pending = ""
             yield _event("abandoned", gone, gone.reason)
-        if moving is not None and moving.id not in (self._pending, self._installable):
-            self._pending = moving.id
-            yield _event("pending", moving)
+        begun = [p for p in view.publications.values() if p.state in _BEGUN and p.weight_version > self._begun]
+        for doc in sorted(begun, key=lambda p: p.weight_version):
+            self._begun, self._pending = doc.weight_version, doc.id
+            if group is None or doc.id != group.serving_publication:  # what is served already is no news
+                yield _event("pending", doc)
         # Also for a listener that came when the group served already: what it serves is over when a rank is lost.
         self._whole |= core.admitted and "destination" in core.roles
         broken = group is not None and (group.state is GroupState.PARTIAL or (self._whole and not group.whole))
@@ -55,9 +60,7 @@ class Watcher:
         self._broken = broken
         ready = core.installable()
         if ready is not None and ready.id != self._installable:
-            if ready.id != self._pending:
-                yield _event("pending", ready)
-            self._pending = self._installable = ready.id
+            self._installable = ready.id
             yield _event("installable", ready)
         asked = me is not None and me.leave_within is not None
         if asked and not self._leave and me is not None:

@@ -92,6 +92,7 @@ def never_end(worker: Worker) -> None:
         signal.pause()
 
 
+@pytest.mark.long
 def test_a_late_rank_is_named_and_ended() -> None:
     with pytest.raises(TransferTimeout, match=r"ranks \[1\] of 2") as caught:
         run(never_end, 2, timeout=4)

@@ -207,7 +207,15 @@ def refit(me: Rank, name: str, options: Sequence[BaselineOptions]) -> tuple[list
     return wrong, reports
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            n, marks=[] if n in ("partly colocated", "every dtype", "several messages") else [pytest.mark.long]
+        )
+        for n in CASES
+    ],
+)
 def test_every_variant_is_right_bit_by_bit(name: str) -> None:
     case = CASES[name]()
     options = [o for o in OPTIONS if case.source.nbytes < 1 << 20 or o.pack != 96]

@@ -236,7 +236,14 @@ def test_a_killed_member_is_named_by_every_survivor_at_once(topology: str) -> No
             assert f"member {victim}" in text
 
 
-@pytest.mark.parametrize("domains", [[0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]])
+@pytest.mark.parametrize(
+    "domains",
+    [
+        pytest.param([0, 1, 2, 3, 4], marks=pytest.mark.long),
+        [0, 0, 0, 0, 0],
+        pytest.param([0, 0, 1, 1, 1], marks=pytest.mark.long),
+    ],
+)
 def test_a_frozen_or_absent_member_ends_the_call_at_its_deadline(domains: list[int]) -> None:
     moment = (*CHANNEL, 7) if len(set(domains)) == 1 else (GlooNetwork, "receive", 6)
     faults = [Fault(4, "stop", *moment), Fault(0, "absent"), Fault(3, "stop", *COPY, 2)]

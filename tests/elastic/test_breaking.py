@@ -226,6 +226,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("place", "switch", "scenario", "says"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN])
 def test_breaking_a_promise_is_seen(
     make_world: Callable[..., World],

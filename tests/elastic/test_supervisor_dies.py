@@ -233,6 +233,7 @@ def test_frozen_for_ten_seconds_and_continued_evicts_nobody(world: World) -> Non
     _frozen(world, 10.0)
 
 
+@pytest.mark.long
 def test_killed_ten_times_in_a_row(pair: tuple[World, Gang, Gang]) -> None:
     versions = Versions(pair)
     world, trainer, _ = pair

@@ -71,6 +71,7 @@ def test_in_the_middle_of_an_install(pair: tuple[World, Gang, Gang], how: signal
     assert world.evicted() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", KILLS)
 def test_right_after_a_publish(pair: tuple[World, Gang, Gang], how: signal.Signals) -> None:
     """The publish may have come no further than the watchdog's socket."""
@@ -119,6 +120,7 @@ def test_it_and_the_supervisor_at_once(pair: tuple[World, Gang, Gang]) -> None:
     assert world.evicted() == []
 
 
+@pytest.mark.long
 def test_five_times_in_a_row(pair: tuple[World, Gang, Gang]) -> None:
     world, trainer, engine = pair
     epoch = world.view().membership_epoch

@@ -68,6 +68,7 @@ def test_frozen_for_good_it_is_killed_and_replaced(here: World) -> None:
     assert time.monotonic() - frozen < 5.0
 
 
+@pytest.mark.long
 def test_a_frozen_one_that_nobody_is_attached_to_is_replaced_by_a_starter(here: World) -> None:
     here.deadlines = Deadlines(watchdog_silent=1.0, orphan_hold=1.0)
     here.local("gone").open().link.close(graceful=False)
