@@ -198,3 +198,18 @@ def test_bench_plan_prints_its_table(shell: Shell) -> None:
     code, out, err = shell("bench", "plan", "--members", "16,32", "--repeats", "1", "--json")
     assert code == 0, err
     assert len(json.loads(out)) >= 2
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("_processes")
+def test_bench_refit_elastic_measures_copies_latency_and_faults(shell: Shell) -> None:
+    code, told, err = shell("bench", "refit", "--elastic", "--model", "tiny", "--repeats", "3", "--json")
+    assert code == 0, err
+    found = json.loads(told)
+    model, empty = found["model"], found["empty"]
+    assert [len(model[kind]) for kind in ("publish", "memcpy", "install", "pull", "everywhere")] == [3] * 5
+    assert len(empty["everywhere"]) == 200
+    # Two engines hold the model, one gang does; norms are on both ranks of an engine.
+    assert 2.0 <= model["installed"] / model["published"] < 2.1
+    assert set(model["faults"]) == {"watchdog SIGKILLed", "watchdog SIGSTOPped", "supervisor SIGKILLed"}
+    assert all(0 < seconds < 30 for seconds in (*model["faults"].values(), *model["joiner"].values()))

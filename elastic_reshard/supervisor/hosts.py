@@ -115,6 +115,8 @@ async def _listen(shell: Shell, socket: WebSocket, feed: Feed) -> None:
         feed.last_heard = loop.time()
         if isinstance(message, Hello) and message.host != feed.host:
             raise ProtocolError(f"this connection is of host {feed.host}, not {message.host}")
+        if shell.feeds.get(feed.host) is not feed:
+            return  # another connection of this host took its place: what still comes here is old
         shell.submit(_event(feed.host, message))
 
 
