@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -17,10 +17,8 @@ from elastic_reshard.log import logger
 from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.ids import PROTOCOL
 from elastic_reshard.protocol.messages import Statement
-from elastic_reshard.protocol.wire import STRANGER_LIMIT, Tag, Wire, arena_of, credentials, proof
-
-if TYPE_CHECKING:
-    from elastic_reshard.watchdog.service import Service
+from elastic_reshard.protocol.wire import STRANGER_LIMIT, Arena, Tag, Wire, arena_of, credentials, proof
+from elastic_reshard.watchdog.hosting import Hosting, Wakes
 
 __all__ = ["Connection", "statement_of"]
 
@@ -35,10 +33,23 @@ def statement_of(raw: bytes | str) -> Statement | None:
         return None
 
 
+class Serving(Hosting, Protocol):
+    """What a member's connection asks of its watchdog; see `service.Service`."""
+
+    @property
+    def uplink(self) -> Wakes: ...
+    def attach(self, connection: Connection, statement: Statement, raw: bytes) -> str: ...
+    def closed(self, connection: Connection) -> None: ...
+    def ended(self, name: str, how: str) -> None: ...
+    def offer(self, connection: Connection, arena: Arena, fd: int) -> None: ...
+    def drop(self, arenas: list[str]) -> None: ...
+    def sweep(self) -> None: ...
+
+
 class Connection:
     """One connection, from its first byte to its end. member: its id once it has attached, else ""."""
 
-    def __init__(self, service: Service, sock: socket.socket) -> None:
+    def __init__(self, service: Serving, sock: socket.socket) -> None:
         self.service = service
         self.who = credentials(sock)
         self.wire = Wire(sock, STRANGER_LIMIT)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import elastic_reshard
 from elastic_reshard.errors import MembershipError
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.watchdog.runtime import Lock, Paths
@@ -58,7 +57,7 @@ def start(config: HostConfig, lock: Lock) -> None:
     Returns when the new process has left this process's tree, after about 0.05 s; blocks `deadlines.connect` at most.
     Raises MembershipError if it cannot be started."""
     # By exec, so that nothing of this process (threads, locks, CUDA) is in it; the package is found wherever we found it.
-    root = str(Path(elastic_reshard.__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-P", "-m", "elastic_reshard.watchdog", config.job, config.host]
     try:

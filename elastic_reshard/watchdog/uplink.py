@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pydantic import ValidationError
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random
@@ -13,11 +13,10 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from elastic_reshard.errors import PeerLost
 from elastic_reshard.log import logger
 from elastic_reshard.watchdog.core import Relay
+from elastic_reshard.watchdog.hosting import Hosting
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
-
-    from elastic_reshard.watchdog.service import Service
 
 __all__ = ["Uplink"]
 
@@ -32,10 +31,17 @@ class _Refused(PeerLost):
     """The supervisor turned the token down."""
 
 
+class Reporting(Hosting, Protocol):
+    """What the uplink tells its watchdog; see `service.Service`."""
+
+    def told(self, raw: bytes) -> Relay: ...
+    def connection_state(self, connected: bool, kind: str = "", reason: str = "") -> None: ...
+
+
 class Uplink:
     """Speaks for the house: Hello, then what is unsaid, whenever there is something; a beat each `deadlines.beat`."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Reporting) -> None:
         self._service = service
         self._wake = asyncio.Event()
         self._flushed = asyncio.Event()
