@@ -20,8 +20,8 @@ def play(seed: int, lines: int = 60) -> str:
     except Broken as error:
         last = "\n".join(list(world.clock.log)[-lines:])
         return f"history {seed} at {world.clock.now:.3f} s: {error}\n{last}\nagain: python -m tests.supervisor.sim.run {seed}"
-    except Exception:
-        print(f"history {seed} at {world.clock.now:.3f} s")
+    except BaseException as error:
+        error.add_note(f"history {seed} at {world.clock.now:.3f} s; again: python -m tests.supervisor.sim.run {seed}")
         raise
     return ""
 
