@@ -13,7 +13,7 @@ import multiprocessing
 import signal
 import tempfile
 from collections.abc import Callable
-from multiprocessing.queues import SimpleQueue
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def local(side: er.ModelLayout, rank: int) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(t.local_shape(rank) or ()) for name, t in side.items()}
 
 
-def trainer(rank: int, url: str, runtime: str, told: SimpleQueue[Any], first: int, last: int) -> None:
+def trainer(rank: int, url: str, runtime: str, told: Connection, first: int, last: int) -> None:
     """One rank of the gang. It "trains" by writing the step's number into every weight."""
     side = layout(er.Shard(0))
     weights = local(side, rank)
@@ -53,11 +53,11 @@ def trainer(rank: int, url: str, runtime: str, told: SimpleQueue[Any], first: in
         publication = member.publish(label=f"step-{step}")  # returns after the copy of this rank's own bytes
         if step < last:
             publication.wait("committed")
-    told.put(("published", rank, last))
+    told.send(("published", rank, last))
     signal.pause()  # the machine is taken away now
 
 
-def engine(rank: int, url: str, runtime: str, told: SimpleQueue[Any]) -> None:
+def engine(rank: int, url: str, runtime: str, told: Connection) -> None:
     """One rank of the engine: installs whatever is newest, and tells what it serves then."""
     side = layout(er.Shard(1))
     weights = local(side, rank)
@@ -71,42 +71,47 @@ def engine(rank: int, url: str, runtime: str, told: SimpleQueue[Any]) -> None:
             if event.kind == "installable":
                 result = member.install(timeout=30)
                 values = {float(value) for tensor in weights.values() for value in tensor.unique()}
-                told.put(("serves", rank, (result["weight_version"], result["label"], sorted(values))))
+                told.send(("serves", rank, (result["weight_version"], result["label"], sorted(values))))
 
 
 def main() -> None:
     """Run the story."""
     context = multiprocessing.get_context("spawn")
-    told = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as runtime, er.Supervisor.local(runtime=runtime) as supervisor:
 
-        def start(role: Callable[..., None], *more: int) -> list[Any]:
-            given = (supervisor.url, runtime, told, *more)
-            processes = [context.Process(target=role, args=(rank, *given)) for rank in range(2)]
-            for process in processes:
+        def start(role: Callable[..., None], *more: int) -> dict[Connection, Any]:
+            started: dict[Connection, Any] = {}
+            for rank in range(2):
+                # One pipe each: in a shared queue, a writer that is killed can leave its lock held.
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=role, args=(rank, supervisor.url, runtime, theirs, *more))
                 process.start()
-            return processes
+                theirs.close()
+                started[ours] = process
+            return started
 
         engines = start(engine)
         for first, last in ((1, 3), (2, 4)):
             gang = start(trainer, first, last)
+            pipes = [*gang, *engines]
             missing = {("published", 0), ("published", 1), ("serves", 0), ("serves", 1)}
             while missing:
-                what, rank, value = told.get()
+                (what, rank, value), *_ = [pipe.recv() for pipe in wait(pipes)[:1] if isinstance(pipe, Connection)]
                 if what == "serves":
                     version, label, values = value
                     print(f"engine rank {rank} serves version {version} ({label}), all its weights are {values}")
                 if what == "published" or value[1] == f"step-{last}":
                     missing.discard((what, rank))
                 if missing == {("serves", 0), ("serves", 1)} or not missing:
-                    for process in gang:
+                    for process in gang.values():
                         process.kill()
-            for process in gang:
+                    pipes = list(engines)
+            for process in gang.values():
                 process.join()
             print(f"the gang that published steps {first} to {last} is gone")
         with er.SupervisorClient(supervisor.url, supervisor.token) as client:
             client.leave_group("engine", within=10)
-        for process in engines:
+        for process in engines.values():
             process.join()
 
 

@@ -30,6 +30,7 @@ __all__ = ["Endpoint", "Identity"]
 _log = logger("transport")
 # After a connection broke: how long to wait for the end of its process to show. 0.3 s is what freeing 1 GiB takes.
 _EVIDENCE_S = 0.4
+_FORMED = "formed"
 _STUCK_S = 1.0
 
 
@@ -131,8 +132,11 @@ class Endpoint:
                     i.member: bytes.fromhex(i.address) for i in everyone if i.domain == me.domain and i.member != rank
                 }
                 channel = connect_mesh(rank, near, listener, secret, deadline)
-            except BaseException:
+                # gloo calls a mesh formed when this end is: a peer that goes on and closes would break another's forming.
+                _all_formed(store, rank, size, deadline, pidfds)
+            except BaseException as error:
                 _close_fds(pidfds)
+                store.set(f"formed/{rank}", f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
                 raise
         _log.info("endpoint.formed", member=rank, members=size, domains=len(set(topology.domains)))
         return cls(rank, everyone, topology, network, channel, pidfds)
@@ -214,6 +218,31 @@ def _meet(store: Store, me: Identity, size: int, deadline: float) -> list[Identi
             missing,
         ) from error
     return [Identity(**json.loads(store.get(key))) for key in keys]
+
+
+def _all_formed(store: Store, rank: int, size: int, deadline: float, pidfds: Mapping[int, int]) -> None:
+    """Tell that this end is formed, and wait until every member's is."""
+    keys = [f"formed/{m}" for m in range(size)]
+    store.set(keys[rank], _FORMED)
+    while True:
+        try:
+            store.wait(keys, timedelta(seconds=max(0.001, min(_EVIDENCE_S, deadline - time.monotonic()))))
+            break
+        except RuntimeError as error:  # DistStoreError is one
+            missing = [m for m, key in enumerate(keys) if not store.check([key])]
+            gone = tuple(m for m in _ended(pidfds, 0.0) if m in missing)
+            if gone:
+                named = ", ".join(map(str, gone))
+                raise PeerLost(f"member {named} ended while the group formed; form it anew without it", gone) from error
+            if time.monotonic() >= deadline:
+                raise TransferTimeout(
+                    f"member(s) {missing} of {size} did not finish forming the group in time; see whether they are "
+                    "frozen, and form it anew under a new prefix", missing,
+                ) from error  # fmt: skip
+    said = {m: store.get(key).decode() for m, key in enumerate(keys)}
+    failed = tuple(m for m, what in said.items() if what != _FORMED)
+    if failed:
+        raise PeerLost(f"member {failed[0]} gave up while the group formed ({said[failed[0]]}); form it anew", failed)
 
 
 def _refuse_strangers(everyone: Sequence[Identity]) -> None:

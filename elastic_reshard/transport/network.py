@@ -127,17 +127,20 @@ class GlooNetwork:
             options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
         else:
             options._devices = [dist.ProcessGroupGloo.create_default_device()]
+        begun = time.monotonic()
         try:
             self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
+            late = time.monotonic() >= begun + timeout
             ended = evidence()
-            said = f"member {rank} could not connect to all of {size} members within {timeout:.1f} s: "
+            said = f"member {rank} could not connect to all of {size} members (it had {timeout:.1f} s): "
             if ended:
                 raise PeerLost(
                     f"{said}member {', '.join(map(str, ended))} ended; form the group anew without it", ended
                 ) from error
             others = tuple(m for m in range(size) if m != rank)
-            raise TransferTimeout(said + str(error).splitlines()[0][:200], others) from error
+            kind = TransferTimeout if late else PeerLost
+            raise kind(said + str(error).splitlines()[0][:200], others) from error
 
     def reserve(self, peer: int, sends: int, receives: int) -> tuple[int, int]:
         first = self._sent[peer], self._received[peer]
