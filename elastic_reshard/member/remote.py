@@ -12,11 +12,11 @@ from typing import Any
 from elastic_reshard.errors import ReshardError, Unauthorized
 from elastic_reshard.layout import Correspondence, ModelLayout
 from elastic_reshard.layout.fragments import canonical
+from elastic_reshard.layout.side import Side
 from elastic_reshard.log import logger
 from elastic_reshard.protocol import places
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.supervisor.client import SupervisorClient
-from elastic_reshard.supervisor.examine import Side
 
 __all__ = ["Remote"]
 

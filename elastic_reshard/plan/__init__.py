@@ -1,6 +1,7 @@
 """Planning: pure functions from layouts, domains and ledgers to transfers. numpy only, no torch, no I/O."""
 
 from elastic_reshard.plan.cells import CellGrid
+from elastic_reshard.plan.identity import transfer_digest
 from elastic_reshard.plan.ledger import Ledger
 from elastic_reshard.plan.legs import Kind, Legs
 from elastic_reshard.plan.parties import Destination, Source, Topology
@@ -22,4 +23,5 @@ __all__ = [
     "TensorRef",
     "Topology",
     "boxes_of_range",
+    "transfer_digest",
 ]

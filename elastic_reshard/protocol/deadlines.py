@@ -15,6 +15,10 @@ class Deadlines:
 
     beat, evict: a host's beats to the supervisor, and the silence after which its members are given up.
     watchdog_beat, watchdog_silent: a watchdog's beats to its members, and the silence after which they replace it.
+    mover_beat, mover_silent: a mover's signs of life to its watchdog, and the silence after which it is condemned.
+    form: from a transfer's beginning until all movers have planned and met. abort: until a mover is out of all operations
+    when an epoch is broken; then it is condemned. stall: no cell completed for so long, and a cell's own time at `min_rate`
+    (policies): the epoch is broken.
     connect: one attempt to connect. proof_of_death: SIGKILL until the end is seen.
     orphan_hold: how long what a dead process left is kept for somebody who may need it.
     reregister: how long a restarted supervisor judges nobody.
@@ -24,6 +28,11 @@ class Deadlines:
     evict: float = 5.0
     watchdog_beat: float = 0.25
     watchdog_silent: float = 2.0
+    mover_beat: float = 0.25
+    mover_silent: float = 1.5
+    form: float = 10.0
+    abort: float = 1.0
+    stall: float = 5.0
     connect: float = 5.0
     proof_of_death: float = 2.0
     orphan_hold: float = 30.0
@@ -35,6 +44,12 @@ class Deadlines:
             faults.append(f"evict ({self.evict}) must be at least 3 beats ({self.beat}): two may be lost")
         if self.watchdog_silent < 4 * self.watchdog_beat:
             faults.append(f"watchdog_silent ({self.watchdog_silent}) must be at least 4 beats ({self.watchdog_beat})")
+        if self.mover_silent < 4 * self.mover_beat:
+            faults.append(f"mover_silent ({self.mover_silent}) must be at least 4 beats ({self.mover_beat})")
+        if self.stall < 2 * self.mover_silent:
+            faults.append(
+                f"stall ({self.stall}) must be at least twice mover_silent ({self.mover_silent}), which finds a frozen mover"
+            )
         if self.reregister < self.evict:
             faults.append(f"reregister ({self.reregister}) must not be less than evict ({self.evict})")
         if faults:
@@ -53,6 +68,8 @@ class Policies:
     late_after: seconds after its beginning from which a publication waits for nobody else, nor a publish for an install.
     max_lag: a publication begins only when no group that is not late serves a version more than so many behind; None: any.
     gather_window: seconds from a publish's first rank until those that are ready, if they cover the model, are enough.
+    min_rate: bytes per second below which a mover counts as stuck, not slow. fruitless: epochs in a row without a new cell,
+    after which a transfer is given up.
     install: most seconds that one install of a group may take, from ticket to verdict.
     """
 
@@ -61,6 +78,8 @@ class Policies:
     max_lag: int | None = None
     gather_window: float = 5.0
     install: float = 120.0
+    min_rate: float = float(1 << 20)
+    fruitless: int = 4
 
     def __post_init__(self) -> None:
         faults = [
@@ -68,8 +87,9 @@ class Policies:
             for name in ("min_groups", "late_after", "gather_window")
             if getattr(self, name) < 0
         ]
-        if self.install <= 0:
-            faults.append("install must be positive")
+        faults += [
+            f"{name} must be positive" for name in ("install", "min_rate", "fruitless") if getattr(self, name) <= 0
+        ]
         if self.max_lag is not None and self.max_lag < 0:
             faults.append("max_lag must be None or not negative")
         if faults:

@@ -11,12 +11,17 @@ __all__ = [
     "EraDoc",
     "GroupDoc",
     "GroupState",
+    "LandedDoc",
+    "LandingDoc",
     "MemberDoc",
     "MemberState",
+    "PartyDoc",
     "PublicationDoc",
     "PublicationState",
     "SourceDoc",
     "TicketDoc",
+    "TransferDoc",
+    "TransferState",
     "VerdictDoc",
 ]
 
@@ -54,6 +59,15 @@ class PublicationState(StrEnum):
     ABANDONED = "abandoned"  # never committed; its slots are free
 
 
+class TransferState(StrEnum):
+    """Of one transfer, which is one epoch's attempt to land what is missing. It leaves the view when it is over."""
+
+    FORMING = "forming"  # movers plan, and give the values by which they will meet
+    RUNNING = "running"  # all values are told: they form the communicator and move
+    STOPPING = "stopping"  # planned: begin no further round, say which you have begun; then end after round `until`
+    BREAKING = "breaking"  # leave all operations at once; who does not is condemned
+
+
 class SourceDoc(Message):
     """One slot of a publication: rank `rank` of the source group wrote it."""
 
@@ -65,8 +79,29 @@ class SourceDoc(Message):
     generation: Count
 
 
+class LandingDoc(Message):
+    """The slot of a landing arena in which a member lands, or has landed, its share of a publication's cells."""
+
+    member: str
+    group: Name
+    rank: Count
+    host: Name
+    layout: str
+    arena: str
+    slot: Count
+
+
+class LandedDoc(Message):
+    """A host that has every cell of a publication that these ranks of a destination layout need: in the landing slots of its
+    members, or in source slots there."""
+
+    host: Name
+    layout: str
+    ranks: tuple[Count, ...]
+
+
 class PublicationDoc(Message):
-    """One version on its way. `groups`: how far each destination group was when it last changed."""
+    """One version on its way. landings: slots between domains that hold some of it; landed: where all has arrived."""
 
     id: str
     weight_version: Count
@@ -80,6 +115,53 @@ class PublicationDoc(Message):
     reason: Text = ""
     membership_epoch: Count = 0
     metrics: dict[str, float] = {}
+    landings: tuple[LandingDoc, ...] = ()
+    landed: tuple[LandedDoc, ...] = ()
+
+
+class PartyDoc(Message):
+    """A group in a transfer: members[r] is the position, in the transfer's members, of rank r."""
+
+    group: Name
+    layout: str
+    members: tuple[Count, ...]
+
+
+class TransferDoc(Message):
+    """Who moves what between domains in one epoch. The plan is a pure function of this document and the two kinds of
+    layouts that it names; `plan` is its content id, and a mover whose own differs refuses before the first byte.
+
+    members: all that the plan knows, in order; hosts: of each, its domain. absent: positions of those that take no part.
+    The communicator's ranks are the present ones in order. source: whose layout is the publication's; destinations: those
+    that land, and those that hold landed cells. landings: where each present destination member lands. basis: what had
+    landed before, by member (`protocol.bits`). cell, message, staging: bytes, of PlanOptions. values: by member, what each
+    mover puts into the rendezvous: key to hex. until: the last round, when stopping.
+    """
+
+    id: str
+    publication: str
+    epoch: Count
+    state: TransferState
+    members: tuple[str, ...]
+    hosts: tuple[Name, ...]
+    absent: tuple[Count, ...] = ()
+    source: PartyDoc
+    destinations: tuple[PartyDoc, ...]
+    landings: tuple[LandingDoc, ...]
+    basis: dict[str, str] = {}
+    cell: Count
+    message: Count
+    staging: Count
+    verify: Literal["sampled", "full"] = "sampled"
+    plan: str
+    values: dict[str, dict[str, str]] = {}
+    until: Count | None = None
+    reason: Text = ""
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Members that take part, by their rank in the communicator."""
+        return tuple(m for position, m in enumerate(self.members) if position not in self.absent)
 
 
 class MemberDoc(Message):

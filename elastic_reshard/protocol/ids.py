@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from typing import Final
 
-__all__ = ["PROTOCOL", "incarnation", "member_id", "name_of", "publication_id", "ticket_id"]
+__all__ = ["PROTOCOL", "incarnation", "member_id", "name_of", "publication_id", "ticket_id", "transfer_id"]
 
 # Both ends of a connection say it first; unlike versions part with an error that names both.
 PROTOCOL: Final = 1
@@ -34,3 +34,8 @@ def publication_id(term: int, weight_version: int) -> str:
 def ticket_id(group: str, publication: str, term: int, attempt: int) -> str:
     """One permission of one group to install one publication once."""
     return f"{group}:{publication}:{term}.{attempt}"
+
+
+def transfer_id(publication: str, term: int, epoch: int) -> str:
+    """One epoch's attempt to land what a publication lacks somewhere; epochs only rise within a term."""
+    return f"{publication}:{term}.{epoch}"

@@ -22,6 +22,9 @@ __all__ = [
     "Hello",
     "Holding",
     "Install",
+    "Landing",
+    "LedgerSaid",
+    "MoverSaid",
     "Stated",
     "Statement",
     "Up",
@@ -81,6 +84,15 @@ class Holding(Message):
     ticket: Text
 
 
+class Landing(Message):
+    """A member's landing arena: its watchdog holds it. cells: of the member's own regions, in cells of `cell` bytes."""
+
+    arena: Hex
+    cells: Count
+    cell: Count
+    nbytes: Count = 0
+
+
 class Statement(Message):
     """All that a member says of itself. number: rises with each one of an incarnation; lower ones are dropped.
 
@@ -103,7 +115,53 @@ class Statement(Message):
     fills: tuple[Fill, ...] = ()
     install: Install = Install()
     holding: Holding | None = None
+    landing: Landing | None = None
     leaving: bool = False
+
+
+class MoverSaid(Message):
+    """Where the mover of a member is with the transfer it was given last, by its watchdog. A level: the latest counts.
+
+    state: "starting" (its process, its mappings, its plan), "ready" (its plan is the told one, its values are here),
+    "running" (formed), "out" (out of all operations, its communicator may still be open), "ended" (its process has, by
+    proof; whatever it did). outcome: of "out" and "ended". error: an error's name, with its reason. blames: members that it
+    knows to be gone or unlike. config: what all movers of a communicator must have alike. began: rounds it has begun; held:
+    it begins no more without being told (stopping). waits: (member, cell) it waits for now. condemned: ended by its
+    watchdog, and why.
+    """
+
+    kind: Literal["mover"] = "mover"
+    member: MemberName
+    mover: Hex
+    transfer: Text
+    state: Literal["starting", "ready", "running", "out", "ended"]
+    outcome: Literal["none", "done", "stopped", "failed", "refused"] = "none"
+    error: Text = ""
+    reason: Text = ""
+    blames: tuple[Text, ...] = ()
+    config: Text = ""
+    values: dict[str, Text] = {}
+    began: Count = 0
+    held: bool = False
+    cells: Count = 0
+    sent: Count = 0
+    received: Count = 0
+    resent: Count = 0
+    seconds: float = 0.0
+    waits: tuple[Text, Count] | None = None
+    condemned: Text = ""
+
+
+class LedgerSaid(Message):
+    """What a landing slot holds: cells of the member's own regions that have arrived (`protocol.bits`), as its watchdog read
+    it. Said before the mover's "out" or "ended", and in every Hello."""
+
+    kind: Literal["ledger"] = "ledger"
+    member: MemberName
+    arena: Hex
+    slot: Count
+    publication: Text
+    bits: str
 
 
 class Hello(Message):
@@ -126,6 +184,8 @@ class Hello(Message):
     publications: tuple[PublicationDoc, ...] = ()
     groups: tuple[GroupDoc, ...] = ()
     membership_epoch: Count = 0
+    movers: tuple[MoverSaid, ...] = ()
+    ledgers: tuple[LedgerSaid, ...] = ()
 
 
 class Stated(Message):
@@ -151,10 +211,11 @@ class Beat(Message):
     revision: Count = 0
 
 
-Up = Annotated[Hello | Stated | Ended | Beat, Field(discriminator="kind")]
-_up: TypeAdapter[Hello | Stated | Ended | Beat] = TypeAdapter(Up)
+_Any = Hello | Stated | Ended | Beat | MoverSaid | LedgerSaid
+Up = Annotated[_Any, Field(discriminator="kind")]
+_up: TypeAdapter[_Any] = TypeAdapter(Up)
 
 
-def read_up(raw: str | bytes) -> Hello | Stated | Ended | Beat:
+def read_up(raw: str | bytes) -> _Any:
     """One message to the supervisor; pydantic's ValidationError for anything else."""
     return _up.validate_json(raw)

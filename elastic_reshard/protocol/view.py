@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import Field, TypeAdapter
 
 from elastic_reshard.protocol.base import Count, Message, Text
-from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc
+from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc, TransferDoc
 
 __all__ = ["Down", "Farewell", "Heard", "Told", "View", "read_down"]
 
@@ -34,6 +34,7 @@ class Told(Message):
     members: dict[str, MemberDoc | None] = {}
     groups: dict[str, GroupDoc | None] = {}
     publications: dict[str, PublicationDoc | None] = {}
+    transfers: dict[str, TransferDoc | None] = {}
 
 
 class Heard(Message):
@@ -74,6 +75,7 @@ class View:
         self.members: dict[str, MemberDoc] = {}
         self.groups: dict[str, GroupDoc] = {}
         self.publications: dict[str, PublicationDoc] = {}
+        self.transfers: dict[str, TransferDoc] = {}
 
     def obeys(self, term: int, instance: str) -> bool:
         """Whether a message of that supervisor counts: never one of an older term, nor a second one of the same."""
@@ -85,7 +87,7 @@ class View:
             return False
         fresh = (told.term, told.instance) != (self.term, self.instance)
         if told.base == 0:
-            self.members, self.groups, self.publications = {}, {}, {}
+            self.members, self.groups, self.publications, self.transfers = {}, {}, {}, {}
         elif fresh or told.base != self.revision:
             return told.revision <= self.revision and not fresh
         self.term, self.instance, self.revision = told.term, told.instance, told.revision
@@ -93,6 +95,7 @@ class View:
         _merge(self.members, told.members)
         _merge(self.groups, told.groups)
         _merge(self.publications, told.publications)
+        _merge(self.transfers, told.transfers)
         return True
 
     def snapshot(self) -> Told:
@@ -107,6 +110,7 @@ class View:
             members=dict(self.members),
             groups=dict(self.groups),
             publications=dict(self.publications),
+            transfers=dict(self.transfers),
         )
 
 

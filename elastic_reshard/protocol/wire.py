@@ -36,7 +36,7 @@ _OWNER: Final = re.compile(r"[A-Za-z0-9._-]{1,143}@[0-9a-f]{16}")
 
 
 class Tag(IntEnum):
-    """What a frame is. W: said by watchdogs, M: by members."""
+    """What a frame is. W: said by watchdogs, M: by members, V: by movers (who also say AUTH)."""
 
     HELLO = 1  # W, JSON: protocol, job, host, watchdog (its instance), nonce
     AUTH = 2  # M, JSON: protocol, url, nonce, proof
@@ -52,6 +52,11 @@ class Tag(IntEnum):
     SUPERVISOR = 12  # W: a message of the supervisor as it came
     CONNECTION = 13  # W, JSON: connected, kind (an error's name or ""), reason
     BEAT = 14  # W
+    LANDING = 15  # M, with one descriptor, read-write: its landing arena (`arena_payload`)
+    MOVER = 16  # V, with one descriptor, its status page: JSON mover, member, transfer ("" at first); instead of ATTACH
+    TASK = 17  # W, with descriptors: a transfer to take part in (`mover.task`)
+    ORDER = 18  # W: the TransferDoc as it is told now; empty: the transfer is over
+    REPORT = 19  # V: a MoverSaid
 
 
 @dataclass(frozen=True, slots=True)

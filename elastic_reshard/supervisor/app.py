@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from elastic_reshard.errors import Fenced, ProtocolError
+from elastic_reshard.layout.side import Side
 from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.ids import PROTOCOL
 from elastic_reshard.protocol.messages import Hello
@@ -31,7 +32,7 @@ from elastic_reshard.supervisor.events import (
     Matched,
     Tick,
 )
-from elastic_reshard.supervisor.examine import Side, covers, examine, fault_between
+from elastic_reshard.supervisor.examine import covers, examine, fault_between
 from elastic_reshard.supervisor.feeds import Feed
 from elastic_reshard.supervisor.journal import Journal
 from elastic_reshard.supervisor.record import Record

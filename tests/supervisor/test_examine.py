@@ -25,7 +25,8 @@ from elastic_reshard.layout import (
     TensorLayout,
 )
 from elastic_reshard.layout.fragments import canonical, correspondences_to_data, fragment_id, tensors_to_data
-from elastic_reshard.supervisor.examine import Side, covers, examine, fault_between
+from elastic_reshard.layout.side import Side
+from elastic_reshard.supervisor.examine import covers, examine, fault_between
 
 S0, R = Shard(0), Replicate()
 
