@@ -338,7 +338,8 @@ class Layouts:
                 self._journal.put_layout(side.id, side.body)
                 self._sides[side.id] = side
         return Examined(
-            asked.group, asked.fragments, source.id if source else None, destination.id if destination else None, fault
+            asked.group, asked.fragments, source.id if source else None, destination.id if destination else None, fault,
+            renamed=destination is not None and destination.correspondences is not None,
         )  # fmt: skip
 
     def match(self, asked: Match) -> Matched | set[str]:
@@ -388,5 +389,5 @@ def _merged(before: Told | None, told: Told) -> Told:
     """What was told since the last write, as one: documents are whole, so the later one stands."""
     if before is None:
         return told
-    kinds = ("members", "groups", "publications")
+    kinds = ("members", "groups", "publications", "transfers")
     return told.model_copy(update={kind: {**getattr(before, kind), **getattr(told, kind)} for kind in kinds})

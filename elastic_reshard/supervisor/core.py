@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 from elastic_reshard.protocol.deadlines import Deadlines, Policies
 from elastic_reshard.protocol.docs import GroupDoc, GroupState, MemberState, PublicationState
 from elastic_reshard.protocol.messages import Hello
 from elastic_reshard.protocol.view import Told
-from elastic_reshard.supervisor import installing, membership, publishing
+from elastic_reshard.supervisor import admission, holdings, installing, membership, publishing, transfers
 from elastic_reshard.supervisor.events import (
     Abandon,
     Beaten,
@@ -24,14 +25,17 @@ from elastic_reshard.supervisor.events import (
     Event,
     Examined,
     Greeted,
+    Grow,
     Leave,
+    Ledgered,
     Matched,
     MemberEnded,
+    Moved,
     SetPolicies,
     Spoken,
     Tick,
 )
-from elastic_reshard.supervisor.state import Covers, Draft, Group, Job, Member, Publication
+from elastic_reshard.supervisor.state import Covers, Draft, Group, Job, Member, Publication, Transfer
 
 __all__ = ["Job", "begin", "restore", "snapshot", "step"]
 
@@ -45,11 +49,14 @@ def begin(
     deadlines: Deadlines | None = None,
     policies: Policies | None = None,
     recover_from: int = 0,
+    cell: int = 1 << 20,
+    verify: Literal["sampled", "full"] = "sampled",
 ) -> Job:
-    """A job of which nothing is known. recover_from: decide nothing until so many members have said what they have."""
+    """A job of which nothing is known. recover_from: decide nothing until so many members have said what they have.
+    cell: bytes of the cells that go between hosts; verify: how much of them is compared by digests."""
     return Job(
         name, term, instance, deadlines or Deadlines(), policies or Policies(), revision=1, stepped=now,
-        judge_from=now, recover_from=recover_from,
+        judge_from=now, recover_from=recover_from, cell=cell, verify=verify,
     )  # fmt: skip
 
 
@@ -63,9 +70,11 @@ def restore(job: Job, told: Told, weight_version: int, now: float) -> Job:
     }
     groups = {name: _restored(doc) for name, doc in told.groups.items() if doc is not None}
     publications = {name: Publication(doc, now) for name, doc in told.publications.items() if doc is not None}
+    transfers_ = {k: Transfer(doc, now, now, now) for k, doc in told.transfers.items() if doc is not None}
     return replace(
         job, membership_epoch=told.membership_epoch, weight_version=weight_version, committed=told.committed,
-        members=members, groups=groups, publications=publications, judge_from=until, stepped=now,
+        members=members, groups=groups, publications=publications,
+        transfers=transfers_, judge_from=until, stepped=now,
         waiting=tuple(n for n, m in members.items() if _unseated(m, groups)),
     )  # fmt: skip
 
@@ -88,6 +97,7 @@ def snapshot(job: Job) -> Told:
         committed=job.committed, members={k: m.doc for k, m in job.members.items()},
         groups={k: g.doc for k, g in job.groups.items()},
         publications={k: p.doc for k, p in job.publications.items()},
+        transfers={k: t.doc for k, t in job.transfers.items()},
     )  # fmt: skip
 
 
@@ -120,8 +130,12 @@ def _settle(draft: Draft) -> None:
     for _ in range(8):
         before = (draft.changes(), len(draft.examine), len(draft.match))
         membership.settle(draft)
+        admission.settle(draft)
+        membership.clear(draft)
+        holdings.prune(draft)
         _reconcile(draft)
         publishing.settle(draft)
+        transfers.settle(draft)
         installing.settle(draft)
         publishing.settle(draft)
         if (draft.changes(), len(draft.examine), len(draft.match)) == before:
@@ -130,31 +144,62 @@ def _settle(draft: Draft) -> None:
 
 def _take_in(draft: Draft, event: Event) -> None:
     match event:
+        case Greeted():
+            _greet(draft, event)
+        case Spoken() | Beaten() | MemberEnded() | Moved() | Ledgered() | Cut():
+            _hear(draft, event)
+        case Leave() | Grow() | Abandon() | SetPolicies():
+            _obey(draft, event)
+        case Examined():
+            admission.examined(draft, event)
+        case Matched(source, destination, fault):
+            draft.fits[source, destination] = fault
+            draft.matching.discard((source, destination))
+        case Tick():
+            pass
+
+
+def _greet(draft: Draft, event: Greeted) -> None:
+    """A watchdog has said all that it knows."""
+    host = event.hello.host
+    _learn(draft, event.hello)
+    membership.greet(draft, event)
+    for ledger in event.hello.ledgers:
+        transfers.ledgered(draft, Ledgered(host, ledger))
+    for mover in event.hello.movers:
+        transfers.moved(draft, Moved(host, mover))
+
+
+def _hear(draft: Draft, event: Spoken | Beaten | MemberEnded | Moved | Ledgered | Cut) -> None:
+    """What hosts say."""
+    match event:
         case Spoken(host, statement):
             membership.speak(draft, host, statement)
         case Beaten(host):
             membership.sign_of_life(draft, host)
         case MemberEnded():
             membership.end(draft, event)
-        case Greeted():
-            _learn(draft, event.hello)
-            membership.greet(draft, event)
+        case Moved():
+            membership.sign_of_life(draft, event.host)
+            transfers.moved(draft, event)
+        case Ledgered():
+            transfers.ledgered(draft, event)
         case Cut(host):
             membership.cut(draft, host)
-        case Examined():
-            membership.examined(draft, event)
-        case Matched(source, destination, fault):
-            draft.fits[source, destination] = fault
-            draft.matching.discard((source, destination))
+
+
+def _obey(draft: Draft, event: Leave | Grow | Abandon | SetPolicies) -> None:
+    """What people want."""
+    match event:
         case Leave():
             membership.leave(draft, event)
+        case Grow():
+            admission.grow(draft, event)
         case Abandon():
             publishing.abandon(draft, event)
         case SetPolicies(policies):
             draft.policies = policies
             draft.log("policies.changed", policies=str(policies))
-        case Tick():
-            pass
 
 
 def _recovering(draft: Draft) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_reshard.protocol.deadlines import Policies
-from elastic_reshard.protocol.messages import Hello, Statement
+from elastic_reshard.protocol.messages import Hello, LedgerSaid, MoverSaid, Statement
 from elastic_reshard.protocol.view import Told
 
 __all__ = [
@@ -19,11 +19,14 @@ __all__ = [
     "Examine",
     "Examined",
     "Greeted",
+    "Grow",
     "Happened",
     "Leave",
+    "Ledgered",
     "Match",
     "Matched",
     "MemberEnded",
+    "Moved",
     "SetPolicies",
     "Spoken",
     "Tick",
@@ -56,6 +59,22 @@ class MemberEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """Where a member's mover is, by its host's watchdog."""
+
+    host: str
+    said: MoverSaid
+
+
+@dataclass(frozen=True, slots=True)
+class Ledgered:
+    """What a landing slot holds, by its host's watchdog."""
+
+    host: str
+    said: LedgerSaid
+
+
+@dataclass(frozen=True, slots=True)
 class Beaten:
     """A sign of life of a host."""
 
@@ -78,6 +97,7 @@ class Examined:
     source_layout: str | None
     destination_layout: str | None
     fault: str = ""
+    renamed: bool = False  # the destination layout has correspondences of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +111,26 @@ class Matched:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A person asks members to leave within a time. Empty names nothing; members by id, or all of a group."""
+    """A person asks members to leave within a time: by id, all of a group or of several, or all of a host (a drain).
+    force: they are left out at once, whatever they are doing. "" names nothing."""
 
     members: tuple[str, ...] = ()
     group: str = ""
     within: float = 30.0
+    host: str = ""
+    groups: tuple[str, ...] = ()
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """A person wants one change of the membership instead of many: who joins is admitted when so many whole groups, or so
+    many members, are there, or `within` seconds have passed. name: the request; the same one again changes nothing."""
+
+    name: str
+    groups: int = 0
+    members: int = 0
+    within: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +153,22 @@ class Tick:
     """Time has passed."""
 
 
-Event = Greeted | Spoken | MemberEnded | Beaten | Cut | Examined | Matched | Leave | Abandon | SetPolicies | Tick
+Event = (
+    Greeted
+    | Spoken
+    | MemberEnded
+    | Moved
+    | Ledgered
+    | Beaten
+    | Cut
+    | Examined
+    | Matched
+    | Leave
+    | Grow
+    | Abandon
+    | SetPolicies
+    | Tick
+)
 
 
 @dataclass(frozen=True, slots=True)

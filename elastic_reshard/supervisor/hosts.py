@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from elastic_reshard.errors import ProtocolError
-from elastic_reshard.protocol.messages import Beat, Ended, Hello, Stated, read_up
+from elastic_reshard.protocol.messages import Beat, Ended, Hello, LedgerSaid, MoverSaid, Stated, read_up
 from elastic_reshard.supervisor.app import Shell
-from elastic_reshard.supervisor.events import Beaten, Event, Greeted, MemberEnded, Spoken
+from elastic_reshard.supervisor.events import Beaten, Event, Greeted, Ledgered, MemberEnded, Moved, Spoken
 from elastic_reshard.supervisor.feeds import Feed
 
 __all__ = ["HostProtocol", "serve_host"]
@@ -120,8 +120,12 @@ async def _listen(shell: Shell, socket: WebSocket, feed: Feed) -> None:
         shell.submit(_event(feed.host, message))
 
 
-def _event(host: str, message: Hello | Stated | Ended | Beat) -> Event:
+def _event(host: str, message: Hello | Stated | Ended | Beat | MoverSaid | LedgerSaid) -> Event:
     match message:
+        case MoverSaid():
+            return Moved(host, message)
+        case LedgerSaid():
+            return Ledgered(host, message)
         case Stated(statement=statement):
             return Spoken(host, statement)
         case Ended():

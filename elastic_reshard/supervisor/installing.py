@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from elastic_reshard.protocol.docs import GroupState, PublicationState, TicketDoc, VerdictDoc
 from elastic_reshard.protocol.ids import ticket_id
-from elastic_reshard.supervisor.publishing import committed, has_all, target_state
+from elastic_reshard.supervisor.holdings import has_all
+from elastic_reshard.supervisor.publishing import committed, target_state
 from elastic_reshard.supervisor.state import Draft, Group, Member, Publication
 
 __all__ = ["settle"]

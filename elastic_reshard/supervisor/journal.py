@@ -18,7 +18,7 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 
 from elastic_reshard.errors import Fenced, ProtocolError
-from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc
+from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc, TransferDoc
 from elastic_reshard.protocol.view import Told
 
 __all__ = ["MEMORY", "Begun", "Journal"]
@@ -30,7 +30,12 @@ _FORMAT: Final = 1
 _BUSY: Final = 5.0
 # SQLite's WAL needs shared memory between processes, which network file systems have not.
 _LOCAL: Final = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "ramfs"})
-_KINDS: Final[dict[str, type[BaseModel]]] = {"members": MemberDoc, "groups": GroupDoc, "publications": PublicationDoc}
+_KINDS: Final[dict[str, type[BaseModel]]] = {
+    "members": MemberDoc,
+    "groups": GroupDoc,
+    "publications": PublicationDoc,
+    "transfers": TransferDoc,
+}
 
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS meta (
@@ -147,7 +152,7 @@ class Journal:
             ) from error
         return Told(
             term=term, instance="", base=0, revision=revision, membership_epoch=epoch, committed=committed,
-            members=found["members"], groups=found["groups"], publications=found["publications"],
+            members=found["members"], groups=found["groups"], publications=found["publications"], transfers=found["transfers"],
         )  # fmt: skip
 
     def _fenced(self, term: int) -> Fenced:

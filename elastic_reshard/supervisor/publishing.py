@@ -13,9 +13,10 @@ from elastic_reshard.protocol.ids import publication_id
 from elastic_reshard.protocol.messages import Fill
 from elastic_reshard.supervisor.counting import next_era
 from elastic_reshard.supervisor.events import Abandon
+from elastic_reshard.supervisor.holdings import has_all, nobody_has
 from elastic_reshard.supervisor.state import Draft, Group, Member, Publication
 
-__all__ = ["abandon", "committed", "has_all", "settle"]
+__all__ = ["abandon", "committed", "settle"]
 
 # Finished publications that stay in the view, so that whoever waits for one learns how it ended.
 _REMEMBERED = 16
@@ -32,19 +33,6 @@ def _become(draft: Draft, publication: Publication, state: PublicationState, rea
 def committed(draft: Draft) -> Publication | None:
     """The last committed publication."""
     return draft.publications.get(draft.committed)
-
-
-def has_all(draft: Draft, group: Group, publication: PublicationDoc) -> bool | None:
-    """Whether every byte that a destination group needs lies in its domain; None while its layout is being compared.
-
-    Within one domain that is so from the beginning: install pulls from the source slots. Movers will land the rest."""
-    if group.doc.destination_layout is None:
-        return False
-    hosts = {m.doc.host for _, m in draft.group_members(group)} | {s.host for s in publication.sources}
-    if len(hosts) > 1:
-        return False
-    fault = draft.fit(publication.layout, group.doc.destination_layout)
-    return None if fault is None else not fault
 
 
 def abandon(draft: Draft, event: Abandon) -> None:
@@ -68,17 +56,13 @@ def _give_up_lost(draft: Draft) -> None:
     for publication in list(draft.publications.values()):
         if publication.doc.state not in (PublicationState.MOVING, PublicationState.COMMITTED):
             continue
-        gone = [s.member for s in publication.doc.sources if not _readable(draft, s.member)]
+        gone = nobody_has(draft, publication.doc)
         if gone:
             was_committed = publication.doc.state is PublicationState.COMMITTED
             state = PublicationState.RELEASED if was_committed else PublicationState.ABANDONED
-            _become(draft, publication, state, f"the memory of {', '.join(gone)} is gone")
+            _become(draft, publication, state, gone)
             if publication.doc.id == draft.committed:
                 draft.committed = ""
-
-
-def _readable(draft: Draft, member: str) -> bool:
-    return member in draft.members and draft.members[member].kept
 
 
 # -- minting
@@ -178,7 +162,8 @@ def _begin(draft: Draft, group: Group, era: EraDoc, seq: int, ready: dict[int, t
     doc = PublicationDoc(
         id=publication_id(draft.job.term, draft.weight_version), weight_version=draft.weight_version,
         label=ready[first][1].label, extras=ready[first][1].extras, group=group.doc.name, seq=seq, layout=era.layout,
-        state=PublicationState.MOVING, sources=sources, membership_epoch=draft.membership_epoch, metrics=metrics,
+        state=PublicationState.MOVING, sources=sources, ranks=len(era.members),
+        membership_epoch=draft.membership_epoch, metrics=metrics,
     )  # fmt: skip
     draft.put_publication(Publication(doc, draft.now))
     kept = tuple(e for e in group.doc.eras if e is era or e is group.doc.eras[-1])
@@ -201,14 +186,15 @@ def _commit(draft: Draft) -> bool:
             continue
         if has_all(draft, group, moving.doc):
             complete += 1
-        elif waited >= draft.policies.late_after:
+        elif waited >= draft.policies.late_after or (moving.doc.id, group.doc.name) in draft.slow:
             late += 1
         else:
             missing += 1
     if missing or complete < draft.policies.min_groups:
         return False
     metrics = moving.doc.metrics | {
-        "transfer": waited, "bytes_network": 0.0, "groups_complete": float(complete), "groups_late": float(late),
+        "transfer": waited, "bytes_network": moving.doc.metrics.get("bytes_network", 0.0),
+        "groups_complete": float(complete), "groups_late": float(late),
     }  # fmt: skip
     draft.put_publication(replace(moving, doc=moving.doc.model_copy(update={"metrics": metrics})))
     _become(draft, draft.publications[moving.doc.id], PublicationState.COMMITTED)

@@ -4,15 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from elastic_reshard.protocol.deadlines import Deadlines, Policies
-from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, MemberState, PublicationDoc, PublicationState
-from elastic_reshard.protocol.messages import Fill, Statement
+from elastic_reshard.protocol.docs import (
+    GroupDoc,
+    MemberDoc,
+    MemberState,
+    PublicationDoc,
+    PublicationState,
+    TransferDoc,
+)
+from elastic_reshard.protocol.messages import Fill, LedgerSaid, MoverSaid, Statement
 from elastic_reshard.protocol.view import Told
 from elastic_reshard.supervisor.events import Effects, Examine, Examined, Happened, Match
 
-__all__ = ["Covers", "Draft", "Fragments", "Group", "Host", "Job", "Member", "Publication"]
+__all__ = [
+    "Covers",
+    "Draft",
+    "Fragments",
+    "Group",
+    "Growing",
+    "Host",
+    "Job",
+    "Member",
+    "Publication",
+    "Suspended",
+    "Transfer",
+]
 
 Covers = Callable[[str, frozenset[int]], bool]
 Fragments = tuple[tuple[str | None, str | None], ...]
@@ -22,10 +41,11 @@ _PRESENT = (MemberState.JOINING, MemberState.LIVE, MemberState.LEAVING)
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host's watchdog as last heard."""
+    """A host's watchdog as last heard; greeted: when it said its last Hello."""
 
     name: str
     heard: float
+    greeted: float = 0.0
     watchdog: str = ""
     connected: bool = False
 
@@ -83,6 +103,44 @@ class Publication:
     begun: float
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """An epoch's attempt, by this supervisor's clock. cells: how many had landed when that last rose, at `moved`. since:
+    when its state last changed. awaited: of each member, how often another's mover was seen waiting for it. begun_with:
+    cells that had landed before it."""
+
+    doc: TransferDoc
+    begun: float
+    since: float
+    moved: float
+    cells: int = 0
+    begun_with: int = 0
+    awaited: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """A transfer that can't go on with who is reachable: tried again when that changes, given up at `until`."""
+
+    publication: str
+    reachable: frozenset[str]
+    reason: str
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """A Grow under way, or the last one that is done. ready: groups that wait for the others."""
+
+    name: str
+    groups: int
+    members: int
+    until: float
+    ready: tuple[str, ...] = ()
+    admitted: tuple[str, ...] = ()
+    done: bool = False
+
+
 @dataclass(frozen=True)
 class Job:
     """Everything that the supervisor knows. Only `core.step` makes the next one.
@@ -90,6 +148,9 @@ class Job:
     tickets: how many were issued in this term; part of their ids, so that none comes twice.
     fits: what Match answered, by (source layout, destination layout). waiting: members without a seat, in order.
     judge_from: before this nobody is given up. recover_from: members that must come before anything is decided.
+    movers: the latest of each member's. ledgers: what landed, by (publication, member). slow: (publication, group) that
+    others wait for no more. tried: (publication, stalls, epochs in a row without a new cell). given_up: (publication, group)
+    that can't have it from those reachable then.
     """
 
     name: str
@@ -105,7 +166,18 @@ class Job:
     members: Mapping[str, Member] = field(default_factory=dict)
     groups: Mapping[str, Group] = field(default_factory=dict)
     publications: Mapping[str, Publication] = field(default_factory=dict)
+    transfers: Mapping[str, Transfer] = field(default_factory=dict)
     hosts: Mapping[str, Host] = field(default_factory=dict)
+    movers: Mapping[str, MoverSaid] = field(default_factory=dict)
+    ledgers: Mapping[tuple[str, str], LedgerSaid] = field(default_factory=dict)
+    slow: frozenset[tuple[str, str]] = frozenset()
+    given_up: Mapping[tuple[str, str], frozenset[str]] = field(default_factory=dict)
+    suspended: Suspended | None = None
+    tried: tuple[str, int, int] = ("", 0, 0)
+    serial: int = 0
+    growing: Growing | None = None
+    cell: int = 1 << 20
+    verify: Literal["sampled", "full"] = "sampled"
     fits: Mapping[tuple[str, str], str] = field(default_factory=dict)
     matching: frozenset[tuple[str, str]] = frozenset()
     waiting: tuple[str, ...] = ()
@@ -129,6 +201,9 @@ class Draft:
         self.tickets = job.tickets
         self.members, self.groups = dict(job.members), dict(job.groups)
         self.publications, self.hosts = dict(job.publications), dict(job.hosts)
+        self.transfers, self.movers, self.ledgers = dict(job.transfers), dict(job.movers), dict(job.ledgers)
+        self.slow, self.given_up = set(job.slow), dict(job.given_up)
+        self.suspended, self.tried, self.serial, self.growing = job.suspended, job.tried, job.serial, job.growing
         self.fits, self.matching, self.waiting = dict(job.fits), set(job.matching), list(job.waiting)
         self.judge_from, self.recover_from = job.judge_from, job.recover_from
         self.durable = self.epoch_ended = False
@@ -137,7 +212,7 @@ class Draft:
         self.examine: list[Examine] = []
         self.match: list[Match] = []
         self.happened: list[Happened] = []
-        self._touched: tuple[set[str], set[str], set[str]] = (set(), set(), set())
+        self._touched: tuple[set[str], ...] = (set(), set(), set(), set())
 
     # -- reading
 
@@ -151,6 +226,15 @@ class Draft:
         """The publication that moves, if one does."""
         return next((p for p in self.publications.values() if p.doc.state is PublicationState.MOVING), None)
 
+    @property
+    def epoch(self) -> int:
+        """The membership's epoch as it will be told."""
+        return self.membership_epoch + self.epoch_ended
+
+    def active(self) -> Transfer | None:
+        """The transfer in hand."""
+        return next(iter(self.transfers.values()), None)
+
     def fit(self, source_layout: str, destination_layout: str) -> str | None:
         """What Match answered; None while it is being asked."""
         key = (source_layout, destination_layout)
@@ -160,12 +244,16 @@ class Draft:
         return self.fits.get(key)
 
     def in_use(self, member: str) -> bool:
-        """Whether a publication that moves or may be installed lies in the member's arenas."""
-        return any(
-            source.member == member
+        """Whether a publication that moves or may be installed lies in the member's arenas, or its mover is at work."""
+        served = [
+            p.doc
             for p in self.publications.values()
             if p.doc.state in (PublicationState.MOVING, PublicationState.COMMITTED)
-            for source in p.doc.sources
+        ]
+        return (
+            any(member in t.doc.members for t in self.transfers.values())
+            or any(source.member == member for doc in served for source in doc.sources)
+            or any(part.member == member for doc in served for part in doc.landings)
         )
 
     # -- writing
@@ -208,6 +296,16 @@ class Draft:
         del self.publications[publication]
         self._touched[2].add(publication)
 
+    def put_transfer(self, transfer: Transfer) -> None:
+        """Add or replace."""
+        self.transfers[transfer.doc.id] = transfer
+        self._touched[3].add(transfer.doc.id)
+
+    def drop_transfer(self, transfer: str) -> None:
+        """Remove, document and all."""
+        del self.transfers[transfer]
+        self._touched[3].add(transfer)
+
     def log(self, event: str, **fields: Any) -> None:
         """One log event."""
         self.happened.append(Happened(event, fields))
@@ -215,10 +313,15 @@ class Draft:
     def changes(self) -> dict[str, Any]:
         """Documents that differ from those before the step; None for those that are gone."""
         found: dict[str, Any] = {}
-        old: tuple[Mapping[str, Any], ...] = (self.job.members, self.job.groups, self.job.publications)
-        new: tuple[Mapping[str, Any], ...] = (self.members, self.groups, self.publications)
+        old: tuple[Mapping[str, Any], ...] = (
+            self.job.members,
+            self.job.groups,
+            self.job.publications,
+            self.job.transfers,
+        )
+        new: tuple[Mapping[str, Any], ...] = (self.members, self.groups, self.publications, self.transfers)
         for kind, touched, before, after in zip(
-            ("members", "groups", "publications"), self._touched, old, new, strict=True
+            ("members", "groups", "publications", "transfers"), self._touched, old, new, strict=True
         ):
             found[kind] = {}
             for key in sorted(touched):
@@ -246,7 +349,9 @@ class Draft:
             weight_version=self.weight_version, tickets=self.tickets, committed=self.committed, members=self.members,
             groups=self.groups, publications=self.publications, hosts=self.hosts, fits=self.fits,
             matching=frozenset(self.matching), waiting=tuple(self.waiting), stepped=self.now, judge_from=self.judge_from,
-            recover_from=self.recover_from,
+            recover_from=self.recover_from, transfers=self.transfers, movers=self.movers, ledgers=self.ledgers,
+            slow=frozenset(self.slow), given_up=self.given_up, suspended=self.suspended, tried=self.tried,
+            serial=self.serial, growing=self.growing,
         )  # fmt: skip
         effects = Effects(
             told, self.durable and told is not None, self.heard, tuple(self.snapshots), tuple(self.examine),

@@ -15,7 +15,7 @@ from typing import Any
 from elastic_reshard.member.core import MemberCore
 from elastic_reshard.protocol.deadlines import Policies
 from elastic_reshard.protocol.docs import TicketDoc
-from elastic_reshard.protocol.messages import Fill, GroupSpec, Hello, Statement
+from elastic_reshard.protocol.messages import Fill, GroupSpec, Hello, Landing, LedgerSaid, MoverSaid, Statement
 from elastic_reshard.protocol.view import Heard
 from elastic_reshard.supervisor import core
 from elastic_reshard.supervisor.events import (
@@ -25,9 +25,12 @@ from elastic_reshard.supervisor.events import (
     Effects,
     Event,
     Greeted,
+    Grow,
     Happened,
     Leave,
+    Ledgered,
     MemberEnded,
+    Moved,
     SetPolicies,
     Spoken,
     Tick,
@@ -59,6 +62,8 @@ class Stage:
         self.silent: set[str] = set()
         self.out: list[str] = []
         self.unwritten: list[Any] = []
+        self.landings: dict[str, Landing] = {}
+        self.movers: dict[str, MoverSaid] = {}
 
     # -- the supervisor
 
@@ -79,7 +84,8 @@ class Stage:
                 if name not in self.deaf:
                     self._hear(member, effects)
                 if member.unsaid and name not in self.deaf:
-                    self.last[name] = member.statement()
+                    said = member.statement()
+                    self.last[name] = said.model_copy(update={"landing": self.landings.get(name)})
                     queue += [Spoken(member.host, self.last[name])] if member.host not in self.silent else []
 
     def _hear(self, member: MemberCore, effects: Effects) -> None:
@@ -106,7 +112,7 @@ class Stage:
 
     def state(self, name: str) -> None:
         """A member's statement."""
-        self.last[name] = self.members[name].statement()
+        self.last[name] = self.members[name].statement().model_copy(update={"landing": self.landings.get(name)})
         host = self.members[name].host
         if host not in self.silent:
             self.tell(Spoken(host, self.last[name]))
@@ -289,6 +295,69 @@ class Stage:
                               recover_from=int(recover_from))  # fmt: skip
         if self.disk.written:
             self.job = core.restore(self.job, self.disk.read(), self.disk.weight_version, self.now)
+
+    # -- between hosts
+
+    def do_lands(self, *names: str) -> None:
+        """Members have landing arenas."""
+        for name in names:
+            self.landings[name] = Landing(arena=f"{len(self.landings) + 3000:032x}", cells=8, cell=1 << 20)
+            self.state(name)
+
+    def do_mover(self, names: str, state: str, *more: str) -> None:
+        """Where movers are with the transfer in hand: state, outcome, and fields as name=value."""
+        active = next(iter(self.job.transfers), "")
+        for name in names.split(","):
+            member = self.members[name]
+            said: dict[str, Any] = {"values": {"0": "00"}} if state == "ready" else {}
+            for word in more:
+                field, is_field, value = word.partition("=")
+                said |= {field: value} if is_field else {"outcome": field}
+            if "waits" in said:
+                said["waits"] = (self.members[said["waits"]].member, 0)
+            was = self.movers.get(name)
+            transfer = said.pop("of", was.transfer if was is not None and not active else active)
+            self.movers[name] = MoverSaid(member=member.member, mover="ab", transfer=transfer, state=state, **said)  # type: ignore[arg-type]
+            if member.host not in self.silent:
+                self.tell(Moved(member.host, self.movers[name]))
+
+    def do_holds(self, name: str, publication: str, bits: str = "bits") -> None:
+        """What a landing slot holds."""
+        member = self.members[name]
+        doc = next(p for p in self.job.publications[publication].doc.landings if p.member == member.member)
+        said = LedgerSaid(
+            member=member.member,
+            arena=doc.arena,
+            slot=doc.slot,
+            publication=publication,
+            bits="" if bits == "-" else bits,
+        )
+        self.tell(Ledgered(member.host, said))
+
+    def do_transfer(self) -> None:
+        """The transfer in hand."""
+        for transfer in self.job.transfers.values():
+            doc = transfer.doc
+            short = [m.replace("@0000000000000000", "") for m in doc.present]
+            slots = ",".join(f"{part.member.partition('@')[0]}:{part.slot}" for part in doc.landings)
+            basis = ",".join(m.partition("@")[0] for m in doc.basis)
+            until = f" until {doc.until}" if doc.until is not None else ""
+            self.out.append(
+                f"{doc.id} {doc.state}{until} epoch {doc.epoch}: {','.join(short)} of {len(doc.members)}, to "
+                f"{','.join(p.group for p in doc.destinations)}, slots {slots}, basis {basis or 'nothing'}"
+            )
+        if not self.job.transfers:
+            self.out.append("no transfer")
+
+    def do_drain(self, host: str, within: str, *force: str) -> None:
+        self.tell(Leave(host=host, within=float(within), force=bool(force)))
+
+    def do_shrink(self, groups: str, within: str) -> None:
+        self.tell(Leave(groups=tuple(groups.split(",")), within=float(within)))
+
+    def do_grow(self, name: str, *what: str) -> None:
+        given = {k: int(v) for k, v in (w.split("=") for w in what)}
+        self.tell(Grow(name, **given))  # type: ignore[arg-type]
 
     def do_view(self) -> None:
         job = self.job

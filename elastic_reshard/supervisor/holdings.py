@@ -1,0 +1,105 @@
+"""Where a publication's bytes lie, as far as can be known without planning: who can be read, which hosts have all. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from elastic_reshard.protocol.docs import LandedDoc, MemberState, PublicationDoc, PublicationState
+from elastic_reshard.supervisor.state import Draft, Group, Publication
+
+__all__ = ["has_all", "host_has", "kept", "lacking", "nobody_has", "prune", "reachable", "readable"]
+
+_GONE = (MemberState.LOST, MemberState.FORFEIT, MemberState.REFUSED)
+_SERVED = (PublicationState.MOVING, PublicationState.COMMITTED)
+
+
+def kept(draft: Draft, member: str) -> bool:
+    """Its arenas are there, as far as anybody knows."""
+    return member in draft.members and draft.members[member].kept
+
+
+def readable(draft: Draft, member: str) -> bool:
+    """Its arenas are there, and nobody has given it up."""
+    return kept(draft, member) and draft.members[member].doc.state not in _GONE
+
+
+def reachable(draft: Draft, member: str) -> bool:
+    """Readable, and its host's watchdog is heard: a mover can be had for it."""
+    return readable(draft, member) and draft.members[member].doc.host in draft.hosts
+
+
+def _covered(draft: Draft, publication: PublicationDoc, host: str) -> bool:
+    """The source slots on the host are enough for everything."""
+    here = frozenset(s.rank for s in publication.sources if s.host == host and kept(draft, s.member))
+    if len(here) == len(publication.sources):
+        return True
+    return bool(here) and draft.covers(publication.layout, here)
+
+
+def host_has(draft: Draft, publication: PublicationDoc, host: str, layout: str, ranks: Iterable[int]) -> bool:
+    """Whether everything that these ranks of a destination layout need lies on the host."""
+    wanted = set(ranks)
+    return _covered(draft, publication, host) or any(
+        entry.host == host and entry.layout == layout and wanted <= set(entry.ranks) for entry in publication.landed
+    )
+
+
+def _by_host(draft: Draft, group: Group) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, member in draft.group_members(group):
+        found.setdefault(member.doc.host, []).append(rank)
+    return found
+
+
+def lacking(draft: Draft, group: Group, publication: PublicationDoc) -> list[str]:
+    """Hosts of the group that have not got everything its ranks there need."""
+    layout = group.doc.destination_layout or ""
+    hosts = _by_host(draft, group)
+    return [host for host, ranks in hosts.items() if not host_has(draft, publication, host, layout, ranks)]
+
+
+def has_all(draft: Draft, group: Group, publication: PublicationDoc) -> bool | None:
+    """Whether every byte that a destination group needs lies in the domains of its ranks; None while its layout is being
+    compared."""
+    if group.doc.destination_layout is None:
+        return False
+    if lacking(draft, group, publication):
+        return False
+    fault = draft.fit(publication.layout, group.doc.destination_layout)
+    return None if fault is None else not fault
+
+
+def nobody_has(draft: Draft, publication: PublicationDoc) -> str:
+    """Why nothing can be installed from a publication any more, nor landed; "" while something may be."""
+    gone = [s.member for s in publication.sources if not kept(draft, s.member)]
+    if not gone or any(kept(draft, part.member) for part in publication.landings):
+        return ""
+    return f"the memory of {', '.join(gone)} is gone"
+
+
+def prune(draft: Draft) -> None:
+    """Forget landings whose arenas are gone, and hosts that had all by them or by sources that are gone."""
+    for publication in list(draft.publications.values()):
+        doc = publication.doc
+        if doc.state not in _SERVED or not (doc.landings or doc.landed):
+            continue
+        lost = {part.host for part in doc.landings if not readable(draft, part.member)}
+        lost |= {s.host for s in doc.sources if not readable(draft, s.member)}
+        landings = tuple(part for part in doc.landings if kept(draft, part.member))
+        landed = tuple(entry for entry in doc.landed if entry.host not in lost)
+        if (landings, landed) != (doc.landings, doc.landed):
+            _replace(draft, publication, landings, landed)
+    known = {(p, m) for p, m in draft.ledgers if p in draft.publications and kept(draft, m)}
+    for key in set(draft.ledgers) - known:
+        del draft.ledgers[key]
+    draft.slow = {key for key in draft.slow if key[0] in draft.publications}
+    draft.given_up = {key: seen for key, seen in draft.given_up.items() if key[0] in draft.publications}
+
+
+def _replace(
+    draft: Draft, publication: Publication, landings: tuple[object, ...], landed: tuple[LandedDoc, ...]
+) -> None:
+    draft.durable = True
+    doc = publication.doc.model_copy(update={"landings": landings, "landed": landed})
+    draft.put_publication(replace(publication, doc=doc))

@@ -1,0 +1,190 @@
+"""Composing a transfer: who sends, who lands, who holds what landed before. Pure; no planning, only the plan's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from elastic_reshard.plan import PlanOptions, transfer_digest
+from elastic_reshard.protocol.docs import (
+    LandingDoc,
+    PartyDoc,
+    PublicationDoc,
+    PublicationState,
+    TransferDoc,
+    TransferState,
+)
+from elastic_reshard.protocol.ids import transfer_id
+from elastic_reshard.supervisor.holdings import lacking, reachable
+from elastic_reshard.supervisor.state import Draft, Group, Publication
+
+__all__ = ["can_land", "compose", "landed_ranks", "landing_slot"]
+
+_SLOTS = 2
+_NOWHERE = "-"
+
+
+def landing_slot(draft: Draft, publication: PublicationDoc, arena: str) -> int | None:
+    """The slot in which this arena lands the publication: the one it has, else one that no other publication needs; None if
+    both are held."""
+    used = set()
+    for other in draft.publications.values():
+        for part in other.doc.landings:
+            if part.arena == arena and other.doc.id == publication.id:
+                return part.slot
+            if part.arena == arena and other.doc.state in (PublicationState.MOVING, PublicationState.COMMITTED):
+                used.add(part.slot)
+    return next((slot for slot in range(_SLOTS) if slot not in used), None)
+
+
+def can_land(draft: Draft, group: Group, publication: PublicationDoc) -> bool:
+    """Whether every rank on a host that lacks something has a landing arena of the job's cells, with a free slot."""
+    missing = lacking(draft, group, publication)
+    for _, member in draft.group_members(group):
+        if member.doc.host not in missing:
+            continue
+        landing = member.said.landing if member.said is not None else None
+        if landing is None or landing.cell != draft.job.cell or not reachable(draft, member.doc.id):
+            return False
+        if landing_slot(draft, publication, landing.arena) is None:
+            return False
+    return bool(missing)
+
+
+@dataclass
+class _Roster:
+    """Members of a transfer by position."""
+
+    members: list[str] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
+    present: set[int] = field(default_factory=set)
+
+    def add(self, member: str, host: str, present: bool) -> int:
+        if member not in self.members:
+            self.members.append(member)
+            self.hosts.append(host)
+        position = self.members.index(member)
+        if present:
+            self.present.add(position)
+        return position
+
+    def nobody(self, what: str, rank: int) -> int:
+        """A place for a rank that nobody has."""
+        return self.add(f"-.{what}.{rank}.{len(self.members)}", _NOWHERE, present=False)
+
+
+def _source(draft: Draft, roster: _Roster, publication: PublicationDoc, near: set[str] | None) -> PartyDoc:
+    """The source group. near: only those on these hosts take part; None: all."""
+    ranks = {s.rank: s for s in publication.sources}
+    size = max(publication.ranks, max(ranks) + 1)
+    positions = []
+    for rank in range(size):
+        source = ranks.get(rank)
+        if source is None:
+            positions.append(roster.nobody(publication.group, rank))
+        else:
+            present = reachable(draft, source.member) and (near is None or source.host in near)
+            positions.append(roster.add(source.member, source.host, present))
+    return PartyDoc(group=publication.group, layout=publication.layout, members=tuple(positions))
+
+
+def _wanted(draft: Draft, publication: PublicationDoc, groups: Iterable[Group]) -> list[LandingDoc]:
+    """Where the groups' members land that lack something."""
+    found = []
+    for group in groups:
+        missing = lacking(draft, group, publication)
+        for rank, member in draft.group_members(group):
+            landing = member.said.landing if member.said is not None else None
+            slot = landing_slot(draft, publication, landing.arena) if landing is not None else None
+            if member.doc.host in missing and landing is not None and slot is not None:
+                found.append(LandingDoc(
+                    member=member.doc.id, group=group.doc.name, rank=rank, size=group.doc.size, host=member.doc.host,
+                    layout=group.doc.destination_layout or "", arena=landing.arena, slot=slot,
+                ))  # fmt: skip
+    return found
+
+
+def _holding(draft: Draft, publication: PublicationDoc, wanted: Sequence[LandingDoc]) -> list[LandingDoc]:
+    """Other landings of the same layouts that hold something and can be read: those of hosts that have everything, and those
+    beside a wanted one. Elsewhere what is missing would be moved to them too, and nobody asked for that."""
+    layouts = {part.layout for part in wanted}
+    beside = {(part.host, part.layout) for part in wanted}
+    known = {part.member for part in wanted}
+    found = []
+    for part in publication.landings:
+        said = draft.ledgers.get((publication.id, part.member))
+        holds = said is not None and (said.arena, said.slot) == (part.arena, part.slot) and said.bits
+        useful = part.layout in layouts and part.member not in known
+        if not (holds and useful and reachable(draft, part.member)):
+            continue
+        if (part.host, part.layout) in beside or part.rank in landed_ranks(publication, part.host, part.layout):
+            found.append(part)
+    return found
+
+
+def landed_ranks(publication: PublicationDoc, host: str, layout: str) -> set[int]:
+    """Ranks of a layout that have everything on a host."""
+    return {r for e in publication.landed if (e.host, e.layout) == (host, layout) for r in e.ranks}
+
+
+def _spared(publication: PublicationDoc, wanted: Sequence[LandingDoc]) -> bool:
+    """Whether peers of the joiners have landed everything they need, so that the sources need not send it again."""
+    if publication.state is not PublicationState.COMMITTED:
+        return False
+    beside_sources = {s.host for s in publication.sources}
+    hosts = {e.host for e in publication.landed} - beside_sources
+    return all(
+        any(part.rank in landed_ranks(publication, host, part.layout) for host in hosts - {part.host})
+        for part in wanted
+    )
+
+
+def _parties(draft: Draft, roster: _Roster, landings: Sequence[LandingDoc]) -> list[PartyDoc]:
+    """One party per group and layout; another for members that had a rank before somebody else."""
+    seats: list[tuple[str, str, int, dict[int, int]]] = []
+    for part in landings:
+        place = next(
+            (s for s in seats if s[:2] == (part.group, part.layout) and part.rank not in s[3]),
+            None,
+        )
+        if place is None:
+            place = (part.group, part.layout, max(part.size, part.rank + 1), {})
+            seats.append(place)
+        place[3][part.rank] = roster.add(part.member, part.host, reachable(draft, part.member))
+    return [
+        PartyDoc(
+            group=group, layout=layout,
+            members=tuple(taken[r] if r in taken else roster.nobody(group, r) for r in range(size)),
+        )
+        for group, layout, size, taken in seats
+    ]  # fmt: skip
+
+
+def compose(draft: Draft, publication: Publication, groups: Sequence[Group]) -> TransferDoc:
+    """The document of a transfer to these groups, all of which `can_land`."""
+    doc = publication.doc
+    roster = _Roster()
+    landings = _wanted(draft, doc, groups)
+    near = {part.host for part in landings} if _spared(doc, landings) else None
+    source = _source(draft, roster, doc, near)
+    landings += _holding(draft, doc, landings)
+    parties = _parties(draft, roster, landings)
+    absent = tuple(p for p in range(len(roster.members)) if p not in roster.present)
+    basis = {
+        part.member: said.bits
+        for part in landings
+        if (said := draft.ledgers.get((doc.id, part.member))) is not None
+        and (said.arena, said.slot) == (part.arena, part.slot)
+        and said.bits
+    }
+    message = max(1 << 20, draft.job.cell)
+    options = PlanOptions(message=message, staging=max(64 << 20, 4 * message), cell=draft.job.cell, landing=True)
+    plan = transfer_digest(
+        options, (doc.layout, source.members), [(p.layout, p.members) for p in parties], roster.hosts, absent, basis
+    )
+    return TransferDoc(
+        id=transfer_id(doc.id, draft.job.term, draft.serial + 1), publication=doc.id, epoch=draft.epoch,
+        state=TransferState.FORMING, members=tuple(roster.members), hosts=tuple(roster.hosts), absent=absent, source=source,
+        destinations=tuple(parties), landings=tuple(landings), basis=basis, cell=options.cell, message=options.message,
+        staging=options.staging, verify=draft.job.verify, plan=plan,
+    )  # fmt: skip

@@ -1,0 +1,373 @@
+"""Transfers between hosts: begun, watched, broken, finished. Pure; part of `core.step`.
+
+One is in hand at a time. It is one epoch's attempt to land what a publication lacks somewhere; what it does not finish, the
+next one takes up from the ledgers. A broken one is left in one way: all movers out, or proved dead; then the next is formed
+anew. What is not here: a second try on the same communicator, and a judgement by anybody's error text.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from elastic_reshard.protocol.docs import LandedDoc, PublicationState, TransferState
+from elastic_reshard.protocol.messages import MoverSaid
+from elastic_reshard.supervisor.events import Ledgered, Moved
+from elastic_reshard.supervisor.holdings import reachable
+from elastic_reshard.supervisor.parties import compose, landed_ranks
+from elastic_reshard.supervisor.queue import next_groups
+from elastic_reshard.supervisor.state import Draft, Publication, Suspended, Transfer
+
+__all__ = ["ledgered", "moved", "settle"]
+
+
+def moved(draft: Draft, event: Moved) -> None:
+    """A watchdog says where a mover is."""
+    member = draft.members.get(event.said.member)
+    if member is None or member.doc.host != event.host:
+        return
+    draft.movers[event.said.member] = event.said
+    transfer = draft.transfers.get(event.said.transfer)
+    if transfer is not None and event.said.waits is not None:
+        awaited = dict(transfer.awaited)
+        awaited[event.said.waits[0]] = awaited.get(event.said.waits[0], 0) + 1
+        draft.transfers[transfer.doc.id] = replace(transfer, awaited=awaited)
+
+
+def ledgered(draft: Draft, event: Ledgered) -> None:
+    """A watchdog says what a landing slot holds."""
+    said = event.said
+    if said.publication in draft.publications and said.member in draft.members:
+        draft.ledgers[said.publication, said.member] = said
+
+
+def settle(draft: Draft) -> None:
+    """Carry on with the transfer in hand; begin the next when it is over."""
+    transfer = draft.active()
+    if transfer is not None:
+        _judge(draft, transfer)
+    if draft.active() is None:
+        _begin(draft)
+
+
+# -- reading
+
+
+def _reports(draft: Draft, transfer: Transfer) -> dict[str, MoverSaid]:
+    """What the movers of the present members say of this transfer."""
+    found = {}
+    for member in transfer.doc.present:
+        said = draft.movers.get(member)
+        if said is not None and said.transfer == transfer.doc.id:
+            found[member] = said
+    return found
+
+
+def _unreachable(draft: Draft, transfer: Transfer) -> list[str]:
+    if draft.now < draft.judge_from:
+        return []
+    return [m for m in transfer.doc.present if not reachable(draft, m)]
+
+
+def _over(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> bool:
+    """Whether every mover is out of all operations, or proved dead, or nobody's any more."""
+    for member in transfer.doc.present:
+        said = reports.get(member)
+        if said is not None and said.state in ("out", "ended"):
+            continue
+        if said is None and not transfer.doc.values:
+            continue  # it never had the values to meet the others with
+        if member not in _unreachable(draft, transfer) and not _never_came(draft, transfer, member, said):
+            return False
+    return True
+
+
+def _never_came(draft: Draft, transfer: Transfer, member: str, said: MoverSaid | None) -> bool:
+    """Its host's watchdog is there since a while and knows of no mover in this transfer."""
+    host = draft.hosts.get(draft.members[member].doc.host) if member in draft.members else None
+    grace = draft.deadlines.mover_silent + draft.deadlines.proof_of_death + draft.deadlines.abort
+    return said is None and host is not None and draft.now - max(host.greeted, transfer.since) >= grace
+
+
+# -- judging
+
+
+def _change(draft: Draft, transfer: Transfer, state: TransferState, reason: str = "", **more: Any) -> Transfer:
+    """The one way in which a transfer's state changes."""
+    doc = transfer.doc
+    draft.log(f"transfer.{state}", transfer=doc.id, publication=doc.publication, epoch=doc.epoch, was=str(doc.state),
+              reason=reason)  # fmt: skip
+    doc = doc.model_copy(update={"state": state, "reason": reason[:4000] or doc.reason, **more})
+    transfer = replace(transfer, doc=doc, since=draft.now, moved=draft.now)
+    draft.put_transfer(transfer)
+    return transfer
+
+
+def _judge(draft: Draft, transfer: Transfer) -> None:
+    reports = _reports(draft, transfer)
+    state = transfer.doc.state
+    if state is TransferState.BREAKING:
+        if _over(draft, transfer, reports):
+            _end(draft, transfer, reports, whole=False)
+        return
+    why = _broken(draft, transfer, reports)
+    outs = [said for said in reports.values() if said.state == "out"]
+    if not why and len(outs) == len(transfer.doc.present):
+        _end(draft, transfer, reports, whole=all(said.outcome == "done" for said in outs))
+    elif why:
+        # The movers' set changes: what comes next is another epoch.
+        draft.epoch_ended = draft.durable = True
+        broken = _change(draft, transfer, TransferState.BREAKING, why)
+        if _over(draft, broken, reports):
+            _end(draft, broken, reports, whole=False)
+    elif state is TransferState.FORMING:
+        _form(draft, transfer, reports)
+    elif state is TransferState.STOPPING:
+        _stop(draft, transfer, reports)
+    else:
+        _watch(draft, transfer, reports)
+
+
+def _broken(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> str:
+    """Why a transfer can't go on; "" if it can. Ends and lost hosts are named before those who only failed because of them."""
+    ended = [
+        f"the mover of {m} has ended ({s.condemned or s.reason})" for m, s in reports.items() if s.state == "ended"
+    ]
+    gone = [f"{m} can't be reached" for m in _unreachable(draft, transfer)]
+    failed = [f"{m}: {s.error} {s.reason}" for m, s in reports.items() if s.outcome in ("failed", "refused")]
+    if ended or gone or failed:
+        return "; ".join((ended + gone) or failed)
+    waited = draft.now - transfer.since
+    if transfer.doc.state is TransferState.FORMING and waited >= draft.deadlines.form:
+        late = [m for m in transfer.doc.present if m not in reports or reports[m].state == "starting"]
+        return f"the movers of {', '.join(late)} were not ready within {draft.deadlines.form} s"
+    if transfer.doc.state is TransferState.STOPPING and waited >= draft.deadlines.stall:
+        return f"its movers did not stop within {draft.deadlines.stall} s"
+    return ""
+
+
+def _form(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> None:
+    """Tell the values once all are there. Unlike configs never meet."""
+    present = transfer.doc.present
+    if len(reports) < len(present) or any(s.state == "starting" for s in reports.values()):
+        return
+    configs = Counter(said.config for said in reports.values())
+    if len(configs) > 1:
+        usual = configs.most_common(1)[0][0]
+        unlike = [f"{m} ({s.config})" for m, s in reports.items() if s.config != usual]
+        reason = f"communicators of unlike configuration: {', '.join(unlike)}, the others {usual}"
+        draft.epoch_ended = draft.durable = True
+        _change(draft, transfer, TransferState.BREAKING, reason)
+        return
+    _change(draft, transfer, TransferState.RUNNING, values={m: reports[m].values for m in present})
+
+
+def _watch(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> None:
+    """While it runs: progress, stalls, and those for whom the others wait no longer."""
+    cells = sum(said.cells for said in reports.values())
+    if cells > transfer.cells:
+        draft.transfers[transfer.doc.id] = replace(transfer, cells=cells, moved=draft.now)
+        return
+    patience = draft.deadlines.stall + transfer.doc.cell / draft.policies.min_rate
+    if draft.now - transfer.moved >= patience:
+        _stalled(draft, transfer, reports, patience)
+        return
+    publication = draft.publications.get(transfer.doc.publication)
+    if publication is None or publication.doc.state in (PublicationState.RELEASED, PublicationState.ABANDONED):
+        _change(draft, transfer, TransferState.STOPPING, "its publication is over")
+    elif draft.now - transfer.begun >= draft.policies.late_after:
+        _leave_behind(draft, transfer, publication)
+    elif _overtaken(draft, transfer):
+        _change(draft, transfer, TransferState.STOPPING, "a newer version is to be moved")
+
+
+def _overtaken(draft: Draft, transfer: Transfer) -> bool:
+    """It serves only groups that are late, and a newer publication waits for it."""
+    moving = draft.moving()
+    if moving is None or moving.doc.id == transfer.doc.publication:
+        return False
+    publication = draft.publications[transfer.doc.publication].doc
+    lacking = {
+        part.group
+        for part in transfer.doc.landings
+        if part.rank not in landed_ranks(publication, part.host, part.layout)
+    }
+    return all((publication.id, group) in draft.slow for group in lacking)
+
+
+def _stalled(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid], patience: float) -> None:
+    """Nobody's end explains it. The first time all movers are condemned; the second time those are left out for whom the
+    others wait."""
+    publication, stalls, fruitless = draft.tried
+    culprits = _awaited(transfer, reports)
+    draft.tried = (publication, stalls + 1, fruitless)
+    if stalls:
+        _mark_slow(draft, transfer, culprits)
+    draft.epoch_ended = draft.durable = True
+    named = ", ".join(culprits) or "nobody in particular"
+    _change(draft, transfer, TransferState.BREAKING, f"no cell was completed for {patience:.1f} s; waited for: {named}")
+
+
+def _awaited(transfer: Transfer, reports: dict[str, MoverSaid]) -> list[str]:
+    """Members whom others wait for, and who wait for nobody; if all wait, those seen waited for most."""
+    waiting = {m: said.waits[0] for m, said in reports.items() if said.waits is not None}
+    found = sorted({peer for peer in waiting.values() if peer not in waiting})
+    if found or not transfer.awaited:
+        return found
+    most = max(transfer.awaited.values())
+    return sorted(m for m, n in transfer.awaited.items() if 2 * n > most)
+
+
+def _mark_slow(draft: Draft, transfer: Transfer, members: Iterable[str]) -> set[str]:
+    """Nobody waits any more for the groups that these members land for; sources can't be left out."""
+    sources = {transfer.doc.members[p] for p in transfer.doc.source.members}
+    slow = {part.group for part in transfer.doc.landings if part.member in set(members) - sources}
+    groups = {party.group for party in transfer.doc.destinations}
+    if slow < groups:
+        draft.slow |= {(transfer.doc.publication, group) for group in slow}
+        return slow
+    return set()
+
+
+def _leave_behind(draft: Draft, transfer: Transfer, publication: Publication) -> None:
+    """Late: end this transfer between two rounds, and go on without those for whom the others wait most."""
+    if publication.doc.state is not PublicationState.MOVING or not transfer.awaited:
+        return
+    most = max(transfer.awaited.values())
+    slow = _mark_slow(draft, transfer, [m for m, n in transfer.awaited.items() if 2 * n > most])
+    if slow:
+        draft.epoch_ended = draft.durable = True
+        draft.log("group.left_behind", groups=sorted(slow), publication=publication.doc.id)
+        _change(draft, transfer, TransferState.STOPPING, f"late: going on without {', '.join(sorted(slow))}")
+
+
+def _stop(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> None:
+    """Once every mover has said which rounds it has begun, all end after the last of them."""
+    present = transfer.doc.present
+    held = [m for m in present if m in reports and (reports[m].held or reports[m].state == "out")]
+    if transfer.doc.until is None and len(held) == len(present):
+        until = max(reports[m].began for m in present)
+        draft.put_transfer(replace(transfer, doc=transfer.doc.model_copy(update={"until": until})))
+
+
+# -- its end
+
+
+def _end(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid], whole: bool) -> None:
+    """It is over: all movers are out or gone. Note what has landed; what has not, the next one moves."""
+    doc = transfer.doc
+    publication = draft.publications.get(doc.publication)
+    draft.drop_transfer(doc.id)
+    draft.durable = True
+    received = sum(said.received for said in reports.values())
+    draft.log("transfer.over", transfer=doc.id, publication=doc.publication, epoch=doc.epoch, whole=whole,
+              bytes_network=received, seconds=round(draft.now - transfer.begun, 4), reason=doc.reason)  # fmt: skip
+    if publication is None:
+        return
+    metrics = publication.doc.metrics
+    metrics = metrics | {
+        "bytes_network": metrics.get("bytes_network", 0.0) + received,
+        "transfers": metrics.get("transfers", 0.0) + 1,
+    }
+    landed = _landed(publication, transfer) if whole else publication.doc.landed
+    draft.put_publication(
+        replace(publication, doc=publication.doc.model_copy(update={"metrics": metrics, "landed": landed}))
+    )
+    if whole:
+        draft.tried = (doc.publication, 0, 0)
+    elif doc.state is TransferState.BREAKING:
+        _count_fruitless(draft, transfer, reports)
+
+
+def _landed(publication: Publication, transfer: Transfer) -> tuple[LandedDoc, ...]:
+    """Hosts that have everything now, with the ranks they have it for."""
+    ranks = {(entry.host, entry.layout): set(entry.ranks) for entry in publication.doc.landed}
+    for part in transfer.doc.landings:
+        ranks.setdefault((part.host, part.layout), set()).add(part.rank)
+    return tuple(
+        LandedDoc(host=host, layout=layout, ranks=tuple(sorted(found)))
+        for (host, layout), found in sorted(ranks.items())
+    )
+
+
+def _count_fruitless(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> None:
+    """Bounds epochs without a new cell; what can't be had from those reachable is suspended, then given up."""
+    doc = transfer.doc
+    publication, stalls, fruitless = draft.tried
+    if publication != doc.publication:
+        stalls = fruitless = 0
+    grown = any(
+        (said := draft.ledgers.get((doc.publication, part.member))) is not None
+        and said.bits
+        and said.bits != doc.basis.get(part.member, "")
+        for part in doc.landings
+    )
+    fruitless = 0 if grown else fruitless + 1
+    draft.tried = (doc.publication, stalls, fruitless)
+    lost = [s.reason for s in reports.values() if s.outcome == "refused" and s.error == "ShardLost"]
+    if lost:
+        until = draft.now + draft.deadlines.orphan_hold
+        if draft.suspended is not None and draft.suspended.publication == doc.publication:
+            until = draft.suspended.until
+        draft.suspended = Suspended(doc.publication, _reachable_now(draft, doc.members), lost[0], until)
+        draft.log("transfer.suspended", publication=doc.publication, reason=lost[0])
+    elif fruitless >= draft.policies.fruitless:
+        why = f"{fruitless} epochs in a row moved no cell; the last: {doc.reason}"
+        _give_up(draft, doc.publication, {p.group for p in doc.destinations}, why)
+
+
+def _reachable_now(draft: Draft, members: Iterable[str]) -> frozenset[str]:
+    return frozenset(m for m in members if reachable(draft, m))
+
+
+def _everybody(draft: Draft) -> frozenset[str]:
+    return frozenset(m for m in draft.members if reachable(draft, m))
+
+
+def _give_up(draft: Draft, publication: str, groups: Iterable[str], why: str) -> None:
+    """A publication that moves is abandoned; a committed one stays: these groups do without until others are reachable."""
+    found = draft.publications.get(publication)
+    draft.suspended = None
+    draft.tried = (publication, 0, 0)
+    if found is None:
+        return
+    draft.durable = True
+    draft.log("transfer.given_up", publication=publication, groups=sorted(groups), reason=why)
+    if found.doc.state is PublicationState.MOVING:
+        doc = found.doc.model_copy(update={"state": PublicationState.ABANDONED, "reason": why[:4000]})
+        draft.put_publication(replace(found, doc=doc))
+    for group in groups:
+        draft.given_up[publication, group] = _everybody(draft)
+
+
+# -- the next one
+
+
+def _begin(draft: Draft) -> None:
+    publication, groups = next_groups(draft, _everybody(draft))
+    if publication is None or not groups:
+        return
+    held = draft.suspended
+    if held is not None and held.publication != publication.doc.id:
+        held = draft.suspended = None
+    doc = compose(draft, publication, groups)
+    if held is not None:
+        if draft.now >= held.until:
+            _give_up(draft, held.publication, {p.group for p in doc.destinations}, f"ShardLost: {held.reason}")
+            return
+        if _reachable_now(draft, doc.members) == held.reachable:
+            return
+    if draft.tried[0] != doc.publication:
+        draft.tried = (doc.publication, 0, 0)
+    draft.durable = True
+    draft.serial += 1
+    known = {(part.member, part.arena) for part in publication.doc.landings}
+    fresh = tuple(part for part in doc.landings if (part.member, part.arena) not in known)
+    if fresh:
+        landings = (*publication.doc.landings, *fresh)
+        draft.put_publication(replace(publication, doc=publication.doc.model_copy(update={"landings": landings})))
+    draft.put_transfer(Transfer(doc, draft.now, draft.now, draft.now))
+    draft.log("transfer.forming", transfer=doc.id, publication=doc.publication, epoch=doc.epoch,
+              members=list(doc.present), groups=[p.group for p in doc.destinations])  # fmt: skip
