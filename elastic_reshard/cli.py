@@ -1,5 +1,5 @@
-"""The command line: `elastic-reshard demo | plan | bench | supervisor | status | watch | leave`. Results go to standard
-output, progress to standard error.
+"""The command line: `elastic-reshard demo | plan | bench | supervisor | status | watch | leave | drain | shrink | grow`.
+Results go to standard output, progress to standard error.
 
 Exit codes: 0 done; 1 the work failed (a byte was wrong, a process was lost, nobody answered); 2 the input cannot be
 served; 3 another supervisor has taken over.

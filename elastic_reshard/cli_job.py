@@ -1,4 +1,5 @@
-"""The commands about a job: `elastic-reshard supervisor | status | watch | leave`. None of them imports torch."""
+"""The commands about a job: `elastic-reshard supervisor | status | watch | leave | drain | shrink | grow`. None of them
+imports torch."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,22 +26,33 @@ from rich.text import Text
 from elastic_reshard.errors import ProtocolError, SupervisorUnreachable
 
 if TYPE_CHECKING:
+    from elastic_reshard.protocol.docs import MemberDoc
     from elastic_reshard.protocol.view import Told
+    from elastic_reshard.supervisor.answers import Departure, HostDoc
     from elastic_reshard.supervisor.client import SupervisorClient
 
 __all__ = ["add_to"]
 
 # Into a file or a pipe tables go at full width.
-_out = Console(width=None if sys.stdout.isatty() else 200)
+_out, _err = Console(width=None if sys.stdout.isatty() else 200), Console(stderr=True)
 
 Url = Annotated[str | None, typer.Option("--url", help="The supervisor; else $ELASTIC_RESHARD_URL or this machine's.")]
 JobName = Annotated[str | None, typer.Option("--job", help="Which job, if this machine has several.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Within = Annotated[float, typer.Option(min=0, max=86_400, help="Seconds that they have; then they are left out.")]
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Return when the supervisor has taken it in.")]
+
+
+class Verify(StrEnum):
+    """How landed cells are checked."""
+
+    SAMPLED = "sampled"
+    FULL = "full"
 
 
 def add_to(app: typer.Typer) -> None:
     """Add the commands."""
-    for command in (supervisor, status, watch, leave):
+    for command in (supervisor, status, watch, leave, drain, shrink, grow):
         app.command()(command)
 
 
@@ -69,6 +82,12 @@ def supervisor(
     recover_from_members: Annotated[
         int, typer.Option(min=0, help="The journal is lost: wait until so many members have said what they have.")
     ] = 0,
+    cell_bytes: Annotated[
+        int, typer.Option(min=16, max=1 << 30, help="Of what moves between hosts at once; the same at every start.")
+    ] = 1 << 20,
+    verify: Annotated[
+        Verify, typer.Option(help="Digests of samples, or of every byte between hosts.")
+    ] = Verify.SAMPLED,
     json_: Json = False,
 ) -> None:
     """Run the supervisor of a job until SIGTERM or SIGINT. Started again with the same journal, it goes on."""
@@ -86,7 +105,7 @@ def supervisor(
     )
     options = Options(
         job=job, host=host, port=port, journal=journal or job_folder(job) / "journal.sqlite", token=_token(token_file),
-        policies=policies, recover_from=recover_from_members,
+        policies=policies, recover_from=recover_from_members, cell=cell_bytes, verify=verify.value,
     )  # fmt: skip
     asked = threading.Event()
     _on_signals(asked)
@@ -125,14 +144,23 @@ def _token(path: Path | None) -> str | None:
 
 
 def status(url: Url = None, job: JobName = None, json_: Json = False) -> None:
-    """Groups, members and publications of a job, now."""
+    """Groups, members, publications and hosts of a job, and the transfer in hand, now."""
     with _client(url, job) as client:
-        view, health = client.view(), client.health()
+        view, health, hosts, growth = client.view(), client.health(), client.hosts(), client.growing()
     if json_:
-        _out.print_json(json.dumps({"health": health, "view": view.model_dump(mode="json")}))
-    else:
-        _out.print(f"job {health['job']} at {client.url}", markup=False, highlight=False)
-        _out.print(_tables(view))
+        found = {
+            "health": health,
+            "view": view.model_dump(mode="json"),
+            "hosts": {name: doc.model_dump(mode="json") for name, doc in hosts.items()},
+            "grow": growth.model_dump(mode="json") if growth is not None else None,
+        }
+        _out.print_json(json.dumps(found))
+        return
+    _out.print(f"job {health['job']} at {client.url}", markup=False, highlight=False)
+    _out.print(Group(_tables(view), _hosts_table(hosts)))
+    if growth is not None and not growth.done:
+        wanted = f"{growth.groups} groups" if growth.groups else f"{growth.members} members"
+        _say(f"grow {growth.name} waits for {growth.missing} of {wanted}, {growth.left:.0f} s more")
 
 
 def watch(
@@ -196,6 +224,7 @@ def _difference(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 def leave(
     name: Annotated[str, typer.Argument(metavar="MEMBER_OR_GROUP", help="A group, a member's id, or its name.")],
     within: Annotated[float, typer.Option(min=0, help="Seconds that it has; then it is left out.")] = 30.0,
+    force: Annotated[bool, typer.Option("--force", help="It is left out at once, whatever it is doing.")] = False,
     url: Url = None,
     job: JobName = None,
     json_: Json = False,
@@ -204,16 +233,101 @@ def leave(
     with _client(url, job) as client:
         group, members = _named(client.view(), name)
         if group:
-            asked = client.leave_group(name, within)
+            asked = client.leave_group(name, within, force)
         else:
-            asked = {member: client.leave_member(member, within) for member in members}
+            asked = {member: client.leave_member(member, within, force) for member in members}
     if json_:
         _out.print_json(json.dumps({k: doc.model_dump(mode="json") for k, doc in asked.items()}))
+        return
+    done = "was left out" if force else f"was asked to leave within {within:g} s"
+    for key, doc in asked.items():
+        _say(f"{key} (rank {doc.rank} of {doc.group}) {done}")
+
+
+def drain(
+    host: Annotated[str, typer.Argument(help="A host's label, as `status` shows it.")],
+    within: Within = 30.0,
+    no_wait: NoWait = False,
+    url: Url = None,
+    job: JobName = None,
+    json_: Json = False,
+) -> None:
+    """Ask all members of a host to leave, and wait until they are out: then it may be turned off. May be repeated."""
+    with _client(url, job) as client:
+        parting = client.drain(host, within, wait=not no_wait)
+    _show(parting, f"host {host}", json_)
+
+
+def shrink(
+    groups: Annotated[list[str], typer.Argument(metavar="GROUP...", help="Groups that leave together.")],
+    within: Within = 30.0,
+    no_wait: NoWait = False,
+    url: Url = None,
+    job: JobName = None,
+    json_: Json = False,
+) -> None:
+    """Ask all members of these groups to leave, by one change, and wait until they are out."""
+    with _client(url, job) as client:
+        parting = client.shrink(groups, within, wait=not no_wait)
+    _show(parting, ", ".join(groups), json_)
+
+
+def grow(
+    groups: Annotated[int, typer.Option(min=0, help="How many whole new groups.")] = 0,
+    members: Annotated[int, typer.Option(min=0, help="Or: how many new members.")] = 0,
+    within: Annotated[
+        float, typer.Option(min=0, max=86_400, help="Seconds; then those that are there come in.")
+    ] = 60.0,
+    name: Annotated[str | None, typer.Option(help="Of this request: repeated, it is the same one.")] = None,
+    no_wait: NoWait = False,
+    url: Url = None,
+    job: JobName = None,
+    json_: Json = False,
+) -> None:
+    """Hold who joins until so many are there, then admit them by one change. Exit code 1 if fewer came."""
+    if (groups > 0) == (members > 0):
+        raise ProtocolError("say how many: --groups N or --members N, one of them")
+    with _client(url, job) as client:
+        growth = client.grow(groups=groups, members=members, within=within, name=name, wait=not no_wait)
+    if json_:
+        _out.print_json(growth.model_dump_json())
+    elif growth.done:
+        _say(f"admitted: {', '.join(growth.admitted) or 'nobody'}")
     else:
-        for key, doc in asked.items():
-            _out.print(
-                f"{key} (rank {doc.rank} of {doc.group}) was asked to leave within {within:g} s", highlight=False
-            )
+        _say(f"grow {growth.name} waits for {growth.missing} more, {growth.left:.0f} s")
+    if growth.done and growth.missing:
+        wanted = f"{groups} groups" if groups else f"{members} members"
+        _complain(f"{growth.missing} of {wanted} did not come within {within:g} s; start them and grow again")
+        raise typer.Exit(1)
+
+
+def _show(parting: Departure, what: str, as_json: bool) -> None:
+    """How far a drain or shrink is."""
+    if as_json:
+        _out.print_json(parting.model_dump_json())
+        return
+    for key, doc in parting.members.items():
+        _say(f"{key} (rank {doc.rank} of {doc.group} on {doc.host}) {_where(doc, parting)}")
+    _say(f"{what}: {'all are out' if parting.done else f'{len(parting.missing)} still in'}")
+    if parting.holding:
+        _complain(
+            f"versions in the memory of {', '.join(parting.holding)} are still needed; a host that goes before a newer "
+            "one is committed takes them with it"
+        )
+
+
+def _where(doc: MemberDoc, parting: Departure) -> str:
+    if doc.id not in parting.missing:
+        return "is out"
+    return f"was asked to leave within {doc.leave_within or 0:g} s"
+
+
+def _say(line: str) -> None:
+    _out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _complain(line: str) -> None:
+    _err.print(f"elastic-reshard: {line}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _named(view: Told, name: str) -> tuple[bool, Sequence[str]]:
@@ -262,7 +376,28 @@ def _tables(view: Told) -> RenderableType:
     for name, p in view.publications.items():
         if p is not None:
             publications.add_row(name, f"v{p.weight_version}", p.label or "-", p.group, p.state, p.reason)
-    return Group(Text(head), groups, members, publications)
+    return Group(Text(head), groups, members, publications, _transfers_table(view))
+
+
+def _transfers_table(view: Told) -> RenderableType:
+    transfers = _table(
+        "transfer in hand", "transfer", "publication", "epoch", "state", "movers", "from", "to", "reason"
+    )
+    for name, t in view.transfers.items():
+        if t is not None:
+            to = ", ".join(sorted({party.group for party in t.destinations}))
+            there = f"{len(t.present)}/{len(t.members)}"
+            transfers.add_row(name, t.publication, str(t.epoch), t.state, there, t.source.group, to, t.reason)
+    return transfers if transfers.row_count else Text("no transfer in hand")
+
+
+def _hosts_table(hosts: dict[str, HostDoc]) -> RenderableType:
+    table = _table("hosts", "host", "connection", "members", "movers")
+    for name, host in hosts.items():
+        members = ", ".join(f"{member} {state}" for member, state in host.members.items())
+        movers = ", ".join(f"{member} {said.state}, {said.cells} cells" for member, said in host.movers.items())
+        table.add_row(name, "connected" if host.connected else "cut", members or "-", movers or "-")
+    return table
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from elastic_reshard.protocol.messages import Landing, MoverSaid
 from elastic_reshard.supervisor.client import SupervisorClient
 from elastic_reshard.supervisor.journal import Journal
-from tests.supervisor.talk import Host, body, name, statement
+from tests.supervisor.talk import Host, body, key, name, statement, until
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,6 +117,72 @@ def test_status_and_leave_for_a_person_and_for_a_program(shell: Shell) -> None:
         assert (code, out) == (2, "")
         assert err == f"elastic-reshard: no member and no group 'nobody'; there are: trainer, {name(0)}, {name(1)}\n"
     assert running.end()[0] == 0
+
+
+def test_the_membership_is_changed_by_commands(shell: Shell) -> None:
+    running = shell.supervisor("--cell-bytes", "4096", "--verify", "full")
+    more: dict[str, Any] = {"roles": {"destination"}, "source": None, "destination": key(), "host": "a"}
+    engine = statement(0, 1, group="engine", size=1, **more)
+    with admitted(running) as host, host.beating():
+        assert shell.data("grow", "--groups", "1", "--within", "60", "--name", "one", "--no-wait")["missing"] == 1
+        code, out, err = shell("status")
+        assert code == 0, err
+        assert "grow one waits for 1 of 1 groups" in out
+        assert "no transfer in hand" in out
+        found = shell.data("status")
+        assert (found["grow"]["name"], found["health"]["cell"], found["health"]["verify"]) == ("one", 4096, "full")
+        assert found["hosts"]["a"] == {
+            "connected": True,
+            "members": {name(0): "live", name(1): "live"},
+            "movers": {},
+        }
+        host.admitted([engine])
+        assert shell("grow", "--groups", "1", "--name", "one") == (0, "admitted: engine\n", "")
+        code, out, err = shell("grow", "--members", "2", "--within", "0")
+        assert (code, out) == (1, "admitted: nobody\n")
+        assert err == "elastic-reshard: 2 of 2 members did not come within 0 s; start them and grow again\n"
+        code, out, _ = shell("drain", "a", "--within", "60", "--no-wait")
+        assert code == 0
+        assert out.startswith(f"{name(0)} (rank 0 of trainer on a) was asked to leave within 60 s\n")
+        assert out.endswith("host a: 3 still in\n")
+        assert shell.data("shrink", "engine", "--within", "0")["members"][engine.member]["state"] == "lost"
+        assert shell("leave", "trainer-0", "--force")[1] == f"{name(0)} (rank 0 of trainer) was left out\n"
+        code, out, err = shell("drain", "a", "--within", "0")
+        assert (code, out) == (0, f"{name(1)} (rank 1 of trainer on a) is out\nhost a: all are out\n")
+        for line, said in (
+            (("grow",), "say how many: --groups N or --members N, one of them"),
+            (("grow", "--groups", "1", "--members", "1"), "say how many: --groups N or --members N, one of them"),
+            (("drain", "nowhere"), "404: no host 'nowhere'; there are a"),
+            (("shrink", "x", "engine", "y"), "404: no group 'x', 'y'; there are "),
+        ):
+            code, out, err = shell(*line)
+            assert (code, out) == (2, ""), line
+            assert said in err
+
+
+def test_status_warns_and_shows_the_transfer_in_hand(shell: Shell) -> None:
+    """With another host, whose engine lands what the first one publishes."""
+    running = shell.supervisor()
+    landing = Landing(arena="cd" * 16, cells=1, cell=1 << 20)
+    more: dict[str, Any] = {"roles": {"destination"}, "source": None, "destination": key(), "host": "b"}
+    with admitted(running) as host, Host(running, "b") as other, host.beating(), other.beating():  # type: ignore[arg-type]
+        other.admitted([statement(0, 1, group="engine", size=1, landing=landing, **more)])
+        host.listen(lambda: "engine" in host.view.groups)
+        host.publish(1, number=2)
+        host.listen(lambda: bool(host.view.transfers))
+        (transfer,) = host.view.transfers.values()
+        host.say(MoverSaid(member=name(0), mover="ab", transfer=transfer.id, state="starting", cells=7))
+        with SupervisorClient(running.url, running.token) as client:
+            until(lambda: bool(client.hosts()["a"].movers), "the mover is known")
+        code, out, err = shell("status")
+        assert code == 0, err
+        row = next(line for line in out.splitlines() if transfer.id in line)
+        for said in (transfer.publication, str(transfer.epoch), "forming", "3/3", "trainer", "engine"):
+            assert said in row
+        assert f"{name(0)} starting, 7 cells" in " ".join(out.split())
+        code, out, err = shell("drain", "a", "--within", "0")
+        assert (code, out.splitlines()[-1]) == (0, "host a: all are out")
+        assert f"versions in the memory of {name(0)}, {name(1)} are still needed" in err
 
 
 def test_watch_tells_each_change_in_one_line_through_a_restart(shell: Shell) -> None:

@@ -19,7 +19,7 @@ import uuid
 import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -192,9 +192,11 @@ class MappedArena:
     mapped.
     """
 
+    _prot: ClassVar[int] = mmap.PROT_READ
+
     def __init__(self, fd: int) -> None:
         try:
-            mapped = _map_readonly(fd)
+            mapped = _map_shared(fd, self._prot)
         finally:
             os.close(fd)
         # The array holds the map; arrays cut from it by view() hold it too.
@@ -350,12 +352,12 @@ def _register(arena: _Map) -> None:
         _index = _Index(tuple(base for base, _ in live), tuple(ref for _, ref in live))
 
 
-def _map_readonly(fd: int) -> mmap.mmap:
+def _map_shared(fd: int, prot: int) -> mmap.mmap:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         nbytes = os.fstat(fd).st_size
         if seals & fcntl.F_SEAL_SHRINK and nbytes:
-            return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=prot)
     except OSError as error:
         raise ArenaError(f"descriptor {fd} from a peer cannot be mapped as an arena: {error}") from error
     raise ArenaError(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import mmap
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -20,31 +19,18 @@ from numpy.typing import NDArray
 
 from elastic_reshard.arena.copies import tensor_over
 from elastic_reshard.arena.host import ALIGNMENT, HostArena, MappedArena
+from elastic_reshard.arena.ledgers import WORD_BYTES, fence
 from elastic_reshard.errors import ArenaError, LayoutError
 from elastic_reshard.layout.dtypes import itemsize
 
-__all__ = ["SlotArena", "SlotReader", "Specs", "nbytes_for"]
+__all__ = ["PAGE", "SlotArena", "SlotReader", "Specs", "nbytes_for", "placed", "rows_of", "up"]
 
 # Shape and dtype of each tensor of a slot, in order.
 Specs = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 _VERSION: Final = 1
-_PAGE: Final = mmap.PAGESIZE
-_WORD: Final = 8
+PAGE: Final = mmap.PAGESIZE
 _DIMS: Final = 32  # numpy's own limit is 64
-
-
-def _fence() -> None:
-    """Everything before it is seen before anything after it.
-
-    x86 keeps stores in order among stores and loads among loads, and memcpy fences its own streaming stores; elsewhere what
-    is above can't sink below the first release, what is below can't rise above the second acquire, and those two keep order.
-    """
-    lock = threading.Lock()  # a fresh one: another thread, or a fork at a bad moment, can't hold it
-    with lock:
-        pass
-    with lock:
-        pass
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -57,12 +43,30 @@ def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * itemsize(_name(dtype))
 
 
-def _up(nbytes: int, to: int) -> int:
+def up(nbytes: int, to: int) -> int:
+    """The next multiple."""
     return -(-nbytes // to) * to
 
 
+def placed(specs: Specs, begin: int) -> tuple[dict[str, int], int]:
+    """(offset of each tensor in a slot whose tensors begin at `begin`, where the last one ends)."""
+    found, at = {}, begin
+    for name, (shape, dtype) in specs.items():
+        found[name] = at
+        at += up(_nbytes(shape, dtype), ALIGNMENT)
+    return found, at
+
+
+def rows_of(specs: Specs, places: Mapping[str, int], start: int) -> dict[str, list[Any]]:
+    """The tensors of the slot at `start`, as tables tell them."""
+    return {
+        name: [start + places[name], list(shape), _contiguous(shape, dtype.itemsize), _name(dtype)]
+        for name, (shape, dtype) in specs.items()
+    }
+
+
 def _slot_nbytes(specs: Specs) -> int:
-    return _PAGE + _up(sum(_up(_nbytes(shape, dtype), ALIGNMENT) for shape, dtype in specs.values()), _PAGE)
+    return up(placed(specs, PAGE)[1], PAGE)
 
 
 def nbytes_for(specs: Specs, slots: int = 2) -> int:
@@ -98,18 +102,10 @@ class SlotArena:
         self._arena = HostArena(slots * self._size, label)
         memory = self._arena.bytes
         if touch:
-            memory[::_PAGE] = 0
-        self._words = [memory[at : at + _WORD].view(np.uint64) for at in range(0, slots * self._size, self._size)]
-        self._offsets = self._laid_out()
+            memory[::PAGE] = 0
+        self._words = [memory[at : at + WORD_BYTES].view(np.uint64) for at in range(0, slots * self._size, self._size)]
+        self._offsets = placed(self.specs, PAGE)[0]
         self._tensors = [self._cut(memory, slot) for slot in range(slots)]
-
-    def _laid_out(self) -> dict[str, int]:
-        """Offset of each tensor in its slot."""
-        found, at = {}, _PAGE
-        for name, (shape, dtype) in self.specs.items():
-            found[name] = at
-            at += _up(_nbytes(shape, dtype), ALIGNMENT)
-        return found
 
     def _cut(self, memory: NDArray[np.uint8], slot: int) -> dict[str, torch.Tensor]:
         found = {}
@@ -161,14 +157,14 @@ class SlotArena:
         word = self.generation(slot)
         # After a write that broke off the word is odd already; it moves on, so that its own end can't be taken for ours.
         self._words[slot][0] = word + 1 if word % 2 == 0 else word + 2
-        _fence()
+        fence()
 
     def end_write(self, slot: int) -> int:
         """Say that all bytes are there; returns the generation that readers must find before and after."""
         word = self.generation(slot)
         if word % 2 == 0:
             raise ArenaError(f"slot {slot} is not being written (generation {word}); call begin_write first")
-        _fence()
+        fence()
         self._words[slot][0] = word + 1
         return word + 1
 
@@ -177,11 +173,7 @@ class SlotArena:
         slots = []
         for slot in range(self.slots):
             start = slot * self._size
-            tensors = {
-                name: [start + self._offsets[name], list(shape), _contiguous(shape, dtype.itemsize), _name(dtype)]
-                for name, (shape, dtype) in self.specs.items()
-            }
-            slots.append({"word": start, "tensors": tensors})
+            slots.append({"word": start, "tensors": rows_of(self.specs, self._offsets, start)})
         return json.dumps({"version": _VERSION, "slots": slots}, separators=(",", ":")).encode()
 
     def close(self) -> None:
@@ -215,9 +207,9 @@ class SlotReader:
                              "(nothing was read from it)") from error  # fmt: skip
 
     def _word(self, at: object) -> NDArray[np.uint64]:
-        if type(at) is not int or at % _WORD:
+        if type(at) is not int or at % WORD_BYTES:
             raise ValueError(f"generation word at {at!r}")
-        return self._arena.view(at, (1,), (_WORD,), _WORD)
+        return self._arena.view(at, (1,), (WORD_BYTES,), WORD_BYTES)
 
     def _declared(self, name: str, offset: Any, shape: Any, strides: Any, dtype: Any) -> tuple[NDArray[Any], str]:
         item = itemsize(dtype)
@@ -225,7 +217,7 @@ class SlotReader:
         if not all(type(n) is int and n >= 0 for n in numbers) or len(shape) > _DIMS:
             raise ValueError(f"{name}: offset {offset!r}, shape {shape!r}, strides {strides!r}")
         # torch has no views of elements off their alignment.
-        if any(n % min(item, _WORD) for n in (offset, *strides)):
+        if any(n % min(item, WORD_BYTES) for n in (offset, *strides)):
             raise ValueError(f"{name}: {offset}, {strides} are not multiples of its element size {item}")
         return self._arena.view(offset, shape, strides, item), dtype
 
@@ -253,9 +245,9 @@ class SlotReader:
     def generation(self, slot: int) -> int:
         """The word now: ordered after all reads before it and before all reads after it."""
         self._of(slot)
-        _fence()
+        fence()
         word = int(self._words[slot][0])
-        _fence()
+        fence()
         return word
 
     def array(self, slot: int, name: str) -> NDArray[Any]:
@@ -278,7 +270,7 @@ class SlotReader:
 
     def touch(self) -> None:
         """Read a byte of every page, so that the first pull isn't slowed by page faults: about 0.1 s a GiB."""
-        np.add.reduce(self._arena.bytes[::_PAGE])
+        np.add.reduce(self._arena.bytes[::PAGE])
 
     def close(self) -> None:
         """Give the map up; it goes with the last array over it. May be called again."""

@@ -12,6 +12,7 @@ from typing import Any
 from elastic_reshard.protocol.base import Role
 from elastic_reshard.protocol.docs import (
     GroupDoc,
+    GroupState,
     MemberDoc,
     MemberState,
     PublicationDoc,
@@ -19,12 +20,14 @@ from elastic_reshard.protocol.docs import (
     TicketDoc,
     VerdictDoc,
 )
-from elastic_reshard.protocol.messages import Fill, GroupSpec, Holding, Install, Statement
+from elastic_reshard.protocol.messages import Fill, GroupSpec, Holding, Install, Landing, Statement
 from elastic_reshard.protocol.view import Farewell, Heard, Told, View
 
 __all__ = ["MemberCore", "SlotState"]
 
 _IN_USE = (PublicationState.MOVING, PublicationState.COMMITTED)
+_HOLDING = (MemberState.JOINING, MemberState.LIVE, MemberState.LEAVING, MemberState.ORPHANED)  # have arenas that serve
+_PERHAPS_COMPLETE = (GroupState.COMPLETE, GroupState.INSTALLING, GroupState.PARTIAL, GroupState.LEFT_BEHIND)
 _REMEMBERED = 64
 
 
@@ -59,6 +62,9 @@ class MemberCore:
         self.leaving = False
         self.farewell: Farewell | None = None
         self.slots: list[SlotState] = []
+        self.landing: Landing | None = None
+        self._landing_for = ""  # the destination layout that it was made for
+        self._old_landings: set[str] = set()  # made for another layout, not withdrawn yet
         self._held_with: tuple[str, ...] = ()
         self._minted: dict[int, PublicationDoc] = {}
 
@@ -72,7 +78,8 @@ class MemberCore:
         return Statement(
             member=self.member, group=self.group, roles=self.roles, host=self.host, pid=self.pid, number=self.number,
             source=self.source, destination=self.destination, source_from=self.source_from,
-            count_from=self.count_from, fills=fills, install=self.install, holding=self.holding, leaving=self.leaving,
+            count_from=self.count_from, fills=fills, install=self.install, holding=self.holding, landing=self.landing,
+            leaving=self.leaving,
         )  # fmt: skip
 
     def hear(self, said: Told | Heard | Farewell) -> bool:
@@ -107,6 +114,10 @@ class MemberCore:
             self.count_from, self.unsaid = group.count_from, True
         if group is not None and self.holding is not None and (not group.whole or group.members != self._held_with):
             self.holding = None
+        layout = group.destination_layout if group is not None else None
+        if layout is not None and self.landing is not None and layout != self._landing_for:
+            self._old_landings.add(self.landing.arena)
+            self.landing, self._landing_for, self.unsaid = None, "", True
 
     @property
     def me(self) -> MemberDoc | None:
@@ -259,17 +270,76 @@ class MemberCore:
         offered = any(s.fill is not None and s.fill.seq == seq and s.withdrawn is None for s in self.slots)
         return ("offered" if offered else "void"), None
 
+    # -- landing
+
+    def wants_landing(self) -> bool:
+        """Whether what this member installs may have to come from another host, so that it needs memory to land in."""
+        if "destination" not in self.roles:
+            return False
+        members = self.view.members.values()
+        sources = [m for m in members if "source" in m.roles and m.state in _HOLDING]
+        if any(m.host != self.host for m in sources):
+            return True
+        docs = [p for p in self.view.publications.values() if p.state in _IN_USE]
+        hosts = {at.host for doc in docs for at in doc.sources} | {at.host for doc in docs for at in doc.landings}
+        if hosts - {self.host}:
+            return True
+        return not sources and any(m.state is MemberState.LIVE and m.host != self.host for m in members)
+
+    def landing_due(self) -> str | None:
+        """The destination layout for which a landing arena is to be made now; None if none is wanted, or it is there."""
+        group = self.my_group
+        if group is None or group.destination_layout is None or not self.admitted or not self.wants_landing():
+            return None
+        return group.destination_layout if group.destination_layout != self._landing_for else None
+
+    def new_landing(self, landing: Landing, layout: str) -> None:
+        """Land in this arena from now on, as soon as it is stated."""
+        if self.landing is not None:
+            self._old_landings.add(self.landing.arena)
+        self.landing, self._landing_for = landing, layout
+
+    def has_unused_landings(self) -> bool:
+        """Whether `unused_landings` has something to tell."""
+        return bool(self._old_landings) and bool(self._old_landings - self._landings_in_use())
+
+    def unused_landings(self) -> list[str]:
+        """Landing arenas for former layouts that nothing in the view refers to; they are forgotten here."""
+        gone = sorted(self._old_landings - self._landings_in_use())
+        self._old_landings.difference_update(gone)
+        return gone
+
+    def _landings_in_use(self) -> set[str]:
+        docs = [p.landings for p in self.view.publications.values() if p.state in _IN_USE]
+        docs += [t.landings for t in self.view.transfers.values()]
+        return {at.arena for landings in docs for at in landings}
+
     # -- installing
 
     def installable(self) -> PublicationDoc | None:
-        """The committed publication, if this member's whole group does not serve it yet."""
+        """The committed publication, if this member's whole group does not serve it yet and has every byte on its hosts."""
         doc = self.view.publications.get(self.view.committed)
         group = self.my_group
         if doc is None or doc.state is not PublicationState.COMMITTED or group is None or not self.admitted:
             return None
         if "destination" not in self.roles:
             return None
-        return doc if group.serving_publication != doc.id else None
+        return doc if group.serving_publication != doc.id and self._arrived(doc, group) else None
+
+    def _arrived(self, doc: PublicationDoc, group: GroupDoc) -> bool:
+        """Whether all that each rank of the group needs is on its host, as far as the view shows it."""
+        for rank, name in enumerate(group.members):
+            member = self.view.members.get(name)
+            host = member.host if member is not None else self.host
+            near = sum(source.host == host for source in doc.sources)
+            landed = any(
+                at.host == host and at.layout == group.destination_layout and rank in at.ranks for at in doc.landed
+            )
+            # Replicas near may hold everything: only the supervisor knows, and says so by the group's state.
+            replicas = near > 0 and group.state in _PERHAPS_COMPLETE
+            if near < len(doc.sources) and not landed and not replicas:
+                return False
+        return True
 
     def ask(self, patience: float) -> None:
         """An install call begins. A ticket that was pulled and has no verdict yet stays this member's ticket."""

@@ -29,6 +29,7 @@ class Desk:
         self.changed = threading.Condition()
         self.link: HostLink | None = None
         self.on_supervisor: Callable[[], None] | None = None  # another instance is heard; called under the lock
+        self.on_view: Callable[[], None] | None = None  # something was heard; called under the lock
 
     def hear(self, said: Told | Heard | Farewell) -> None:
         """The link's thread delivers. What is of an older term is dropped; a gap is closed by the watchdog's next snapshot."""
@@ -40,6 +41,8 @@ class Desk:
                 self.on_supervisor()
             if self.core.unsaid and self.link is not None:
                 self.say()
+            if self.on_view is not None:
+                self.on_view()
             self.changed.notify_all()
 
     def wake(self) -> None:

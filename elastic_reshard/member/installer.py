@@ -8,10 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_reshard.arena.host import MappedArena
+from elastic_reshard.arena.landing import LandingReader
 from elastic_reshard.arena.slots import SlotReader
-from elastic_reshard.errors import GroupBroken, NothingInstallable, RefitTimeout, ReshardError
+from elastic_reshard.errors import GroupBroken, NothingInstallable, RefitTimeout, ReshardError, ShardLost
 from elastic_reshard.log import logger
 from elastic_reshard.member.desk import Desk
+from elastic_reshard.member.landed import Landed
+from elastic_reshard.member.lander import Lander, Telling
 from elastic_reshard.member.puller import Origin, Prepared, Puller, Request
 from elastic_reshard.member.remote import Remote
 from elastic_reshard.protocol.docs import GroupDoc, PublicationDoc, PublicationState, TicketDoc, VerdictDoc
@@ -28,13 +31,16 @@ _SERVED = (PublicationState.MOVING, PublicationState.COMMITTED)
 class Installer:
     """The destination side of one member. One install at a time, in the caller's thread."""
 
-    def __init__(self, desk: Desk, puller: Puller, remote: Remote, deadline: float) -> None:
-        """Describe the tensors and tell the layout. Blocks until `deadline` at most."""
+    def __init__(self, desk: Desk, puller: Puller, remote: Remote, cell: int, deadline: float) -> None:
+        """Describe the tensors and tell the layout. Blocks until `deadline` at most. cell: bytes, of landing arenas."""
         self._desk, self._puller, self._remote = desk, puller, remote
         self._busy = threading.Lock()
         self._readers: dict[str, SlotReader] = {}
+        self._landing: dict[str, LandingReader] = {}
         self._request: Request | None = None
         self.last: dict[str, Any] = {}
+        self.lander = Lander(desk, remote, cell)
+        self._telling, self.watching, self.receiving = (Telling(self.lander) for _ in range(3))
         body, fragment = puller.describe()
         remote.put_fragment(body, deadline)
         desk.core.destination = fragment
@@ -54,6 +60,7 @@ class Installer:
         pause = 0.0
         with self._desk.changed:
             self._desk.check()
+            self._telling.check(idle=core.installable() is None)
             core.ask(timeout - min(_MARGIN, timeout / 4))
             self._desk.say()
         try:
@@ -114,6 +121,8 @@ class Installer:
                 nbytes = prepared.run()
                 reason = self._changed(prepared)
             hook("member.install.pulled")
+        except ShardLost as error:  # nothing was read; one verdict for all ranks
+            reason = f"{core.member} cannot get all that it needs on host {core.host}: {error}"
         except BaseException as error:
             self._report(f"{type(error).__name__}: {error}", time.monotonic() - begun, nbytes)
             raise
@@ -132,7 +141,9 @@ class Installer:
 
     @staticmethod
     def _changed(prepared: Prepared) -> str:
-        ranks = prepared.changed()
+        ranks, landed = prepared.changed(), prepared.lapsed()
+        if landed:
+            return f"landing slots of {', '.join(landed)} were reset while they were read"
         return f"slots of source ranks {ranks} were written again while they were read" if ranks else ""
 
     def _prepare(self, ticket: TicketDoc, deadline: float) -> Prepared:
@@ -143,31 +154,60 @@ class Installer:
             raise ReshardError(f"ticket {ticket.id} is for a publication that the view does not have; install again")
         source, _ = self._remote.layout(publication.layout, deadline)
         destination, correspondences = self._remote.layout(group.destination_layout, deadline)
-        origins = {s.rank: Origin(self._reader(s.arena, deadline), s.slot, s.generation) for s in publication.sources}
-        self._request = Request(source, destination, origins, correspondences)
+        here = [s for s in publication.sources if s.host == self._desk.core.host]
+        origins = {s.rank: Origin(self._reader(s.arena, deadline), s.slot, s.generation) for s in here}
+        landed: tuple[Landed, ...] = ()
+        if len(here) < len(publication.sources):
+            landed = self._landed(publication, group.destination_layout, deadline)
+        self._request = Request(source, destination, origins, correspondences, landed)
         prepared = self._puller.check(self._request)
         self._forget(publication)
         return prepared
 
+    def _landed(self, publication: PublicationDoc, layout: str, deadline: float) -> tuple[Landed, ...]:
+        """What has come from other hosts: landing slots of this host in the group's layout, whichever group's they are."""
+        core, found = self._desk.core, []
+        for at in publication.landings:
+            if at.host != core.host or at.layout != layout:
+                continue
+            if at.arena not in self._landing:
+                self._landing[at.arena] = LandingReader(*self._held(at.arena, deadline))
+            looked = Landed.look(self._landing[at.arena], at.slot, at.rank, at.member, publication.id)
+            if looked is not None:
+                found.append(looked)
+            else:
+                _log.warning("install.landing_reset", member=core.member, publication=publication.id, of=at.member,
+                             arena=at.arena, slot=at.slot)  # fmt: skip
+        return tuple(found)
+
     def _reader(self, arena: str, deadline: float) -> SlotReader:
         """The arena, mapped once and kept: a fresh mapping's first read costs twice."""
         if arena not in self._readers:
-            if self._desk.link is None:
-                raise ReshardError(f"{self._desk.core.member} has left")
-            held = self._desk.link.arena(arena, deadline)
-            self._readers[arena] = SlotReader(MappedArena(held.fd), held.table, arena)
+            self._readers[arena] = SlotReader(*self._held(arena, deadline))
         return self._readers[arena]
+
+    def _held(self, arena: str, deadline: float) -> tuple[MappedArena, bytes, str]:
+        link = self._desk.link
+        if link is None:
+            raise ReshardError(f"{self._desk.core.member} has left")
+        held = link.arena(arena, deadline)
+        return MappedArena(held.fd), held.table, arena
 
     def _forget(self, publication: PublicationDoc) -> None:
         """Unmap arenas that neither this publication nor one that may still be installed lies in: a mapping keeps a dead
         trainer's memory."""
         with self._desk.changed:
             docs = [p for p in self._desk.core.view.publications.values() if p.state in _SERVED]
-        known = {s.arena for doc in docs for s in doc.sources}
-        for arena in set(self._readers) - known - {s.arena for s in publication.sources}:
-            reader = self._readers.pop(arena)
-            self._puller.forget(reader)
-            reader.close()
+        docs.append(publication)
+        known = {at.arena for doc in docs for at in doc.sources} | {at.arena for doc in docs for at in doc.landings}
+        for arena in self._readers.keys() - known:
+            self._drop(self._readers.pop(arena))
+        for arena in self._landing.keys() - known:
+            self._drop(self._landing.pop(arena))
+
+    def _drop(self, reader: SlotReader) -> None:
+        self._puller.forget(reader)
+        reader.close()
 
     def _verdict(self, deadline: float, timeout: float) -> VerdictDoc:
         core = self._desk.core
@@ -204,11 +244,12 @@ class Installer:
 
     def close(self) -> None:
         """Unmap everything."""
+        self.lander.close()
         self._request = None
-        for reader in self._readers.values():
-            self._puller.forget(reader)
-            reader.close()
+        for reader in (*self._readers.values(), *self._landing.values()):
+            self._drop(reader)
         self._readers.clear()
+        self._landing.clear()
 
 
 def _told(

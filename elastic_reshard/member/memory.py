@@ -8,22 +8,24 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from elastic_reshard.errors import ArenaError
 
-__all__ = ["MemoryReport", "check_fits", "free_memory"]
+__all__ = ["MemoryReport", "check_fits", "free_memory", "memory_for", "refuse_unfit"]
 
 _PAGE = resource.getpagesize()
 
 
 class MemoryReport(TypedDict):
-    """Bytes. free: by each limit that there is ("MemAvailable", "cgroup", "RLIMIT_AS"); limit: the tightest one's name."""
+    """Bytes. free: by each limit that there is ("MemAvailable", "cgroup", "RLIMIT_AS"); limit: the tightest one's name.
+    landing: the same of the landing arena, beside a source's arena."""
 
     what: str
     needed: int
     free: dict[str, int]
     limit: str
+    landing: NotRequired[MemoryReport]
 
 
 def _number(path: Path) -> int | None:
@@ -91,15 +93,26 @@ def free_memory(root: Path = Path("/")) -> dict[str, int]:
     return {name: free for name, free in found.items() if free is not None}
 
 
-def check_fits(needed: int, what: str, root: Path = Path("/")) -> MemoryReport:
-    """The report for `needed` bytes of `what`. ArenaError, naming all figures, if a limit leaves less than that."""
+def memory_for(needed: int, what: str, root: Path = Path("/")) -> MemoryReport:
+    """What is free now beside the `needed` bytes of `what`, whether they fit or not."""
     free = free_memory(root)
     limit = min(free, key=lambda name: free[name], default="")
-    report: MemoryReport = {"what": what, "needed": needed, "free": free, "limit": limit}
+    return {"what": what, "needed": needed, "free": free, "limit": limit}
+
+
+def refuse_unfit(report: MemoryReport) -> None:
+    """ArenaError, naming all figures, if a limit of the report leaves less than what is needed."""
+    what, needed, free, limit = report["what"], report["needed"], report["free"], report["limit"]
     if limit and free[limit] < needed:
         figures = ", ".join(f"{name} leaves {n} bytes ({n / 2**30:.2f} GiB)" for name, n in free.items())
         raise ArenaError(
             f"{what} needs {needed} bytes ({needed / 2**30:.2f} GiB), but {figures}; nothing was taken. Give the process "
             "more memory, publish in a smaller wire_dtype, or spread the model over more members"
         )
+
+
+def check_fits(needed: int, what: str, root: Path = Path("/")) -> MemoryReport:
+    """The report for `needed` bytes of `what`. ArenaError, naming all figures, if a limit leaves less than that."""
+    report = memory_for(needed, what, root)
+    refuse_unfit(report)
     return report

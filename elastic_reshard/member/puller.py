@@ -1,4 +1,4 @@
-"""The install copy: a member's regions out of the domain's source slots, into its live tensors or to the user's function.
+"""The install copy: a member's regions out of the domain's slots, into its live tensors or to the user's function.
 
 Who is read for which box is the planner's decision, as for every transfer; here its slice is bound to memory once and run
 as often as that memory is where it was. Enters no communicator, waits for nobody.
@@ -24,6 +24,7 @@ from elastic_reshard.layout import Correspondence, ModelLayout
 from elastic_reshard.layout.dtensor import dtype_name, torch_dtype
 from elastic_reshard.layout.dtypes import itemsize
 from elastic_reshard.layout.fragments import correspondences_to_data, fragment_id
+from elastic_reshard.member.landed import Landed, landing_slice
 from elastic_reshard.member.tensors import Look, MemberTensors, Tensors, unowned
 from elastic_reshard.plan import Destination, Plan, PlanOptions, Slice, Source, TensorRef, Topology
 from elastic_reshard.transport.program import StagingPlan, bind
@@ -52,37 +53,40 @@ class Origin:
 class Request:
     """What to install. source: with wire dtypes; destination: with the live tensors' dtypes; both in their group's ranks.
 
-    origins: by source rank; replicas may be missing. correspondences: None for equal names.
+    origins: by source rank; replicas may be missing. correspondences: None for equal names. landed: what has come from
+    other hosts, in slots of the same destination layout; empty if nothing had to.
     """
 
     source: ModelLayout
     destination: ModelLayout
     origins: Mapping[int, Origin]
     correspondences: tuple[Correspondence, ...] | None = None
+    landed: tuple[Landed, ...] = ()
 
 
 class _Slot(PeerViews):
-    """A source slot, as the program's table of a peer's buffers."""
+    """A slot of one rank of a layout, as the program's table of a peer's buffers."""
 
-    def __init__(self, rank: int, origin: Origin, layout: ModelLayout) -> None:
-        self.member, self._origin, self._layout = rank, origin, layout
+    def __init__(self, who: str, rank: int, at: Origin | Landed, layout: ModelLayout) -> None:
+        self.who, self.member, self._layout = who, rank, layout
+        self._reader, self._slot = at.reader, at.slot
 
     def array(self, key: Key) -> npt.NDArray[Any]:
-        reader, slot, name = self._origin.reader, self._origin.slot, key[2]
+        reader, slot, name = self._reader, self._slot, key[2]
         found, layout = reader.array(slot, name), self._layout[name]
         if found.shape != layout.local_shape(self.member) or reader.dtype(slot, name) != layout.dtype:
             raise ArenaError(
                 f"slot {slot} of arena {reader.arena_id} holds {name} as {reader.dtype(slot, name)}{list(found.shape)}, "
-                f"but source rank {self.member} said {layout.dtype}{list(layout.local_shape(self.member) or ())}; nothing "
-                "was read. Publish again"
+                f"but {self.who} rank {self.member} said {layout.dtype}{list(layout.local_shape(self.member) or ())}; "
+                "nothing was read. Publish again"
             )
         return found
 
     def dtype(self, key: Key) -> torch.dtype:
-        return torch_dtype(self._origin.reader.dtype(self._origin.slot, key[2]))
+        return torch_dtype(self._reader.dtype(self._slot, key[2]))
 
     def tensor(self, key: Key) -> torch.Tensor:
-        return self._origin.reader.tensor(self._origin.slot, key[2])
+        return self._reader.tensor(self._slot, key[2])
 
 
 @dataclass(eq=False)
@@ -108,7 +112,17 @@ class _Bound:
     state: tuple[object, ...]
     steps: list[_Step]
     ranks: tuple[int, ...]
+    landed: tuple[int, ...]  # of the request's landing slots, those that it reads
     nbytes: int
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A slice, and whom its peers stand for: members below `sources` are source ranks, others landing slots by number."""
+
+    slice: Slice
+    sources: int
+    landed: dict[int, int]
 
 
 @dataclass(eq=False)
@@ -122,6 +136,7 @@ class Prepared:
     ranks: tuple[int, ...]
     _steps: list[_Step] = field(repr=False)
     _origins: Mapping[int, Origin] = field(repr=False)
+    _landed: tuple[Landed, ...] = field(repr=False)
     _install: Install | None = field(repr=False)
     _look: Look | None = field(repr=False)
 
@@ -130,6 +145,11 @@ class Prepared:
         `run`, or what was installed is not to be used."""
         origins = ((rank, self._origins[rank]) for rank in self.ranks)
         return [rank for rank, o in origins if o.generation % 2 or o.reader.generation(o.slot) != o.generation]
+
+    def lapsed(self) -> list[str]:
+        """Members whose landing slot, of those read, was reset since it was looked at: empty before *and* after `run`, as
+        `changed`."""
+        return [slot.member for slot in self._landed if slot.lapsed()]
 
     def run(self) -> int:
         """Copy everything, in this thread; returns bytes read. Blocks for the copy (and the user's function).
@@ -201,7 +221,7 @@ class Puller:
         self._tensors = MemberTensors(tensors, given, rank, None, renumber, extra) if tensors is not None else None
         self._rank, self._given, self._install, self._limit, self._extra = rank, given, install, limit, extra
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._slices: OrderedDict[Hashable, tuple[Slice, int]] = OrderedDict()
+        self._slices: OrderedDict[Hashable, _Piece] = OrderedDict()
         self._bound: OrderedDict[Hashable, _Bound] = OrderedDict()
 
     def describe(self) -> tuple[dict[str, Any], str]:
@@ -224,20 +244,24 @@ class Puller:
         """Plan and bind, or find it done: nothing moves. Blocks for some ms a hundred tensors the first time, for the
         fingerprint of the live tensors afterwards.
 
-        Raises LayoutMismatch (every violation), ShardLost (boxes that no origin holds), ArenaError (slots that don't hold
+        Raises LayoutMismatch (every violation), ShardLost (boxes that nothing here holds), ArenaError (slots that don't hold
         what the layout says, or a buffer beyond the limit), and whatever the user's `tensors` callable raises.
         """
         look = self._tensors.look() if self._tensors is not None else None
         state = look.described.state if look is not None else ()
-        what = (request.source.content_id, request.destination.content_id, request.correspondences)
+        what: Hashable = (request.source.content_id, request.destination.content_id, request.correspondences)
         where = tuple((rank, o.reader, o.slot) for rank, o in sorted(request.origins.items()))
+        where += tuple((slot.rank, slot.reader, slot.slot) for slot in request.landed)
+        if request.landed:
+            what = (what, tuple((slot.rank, slot.held.tobytes()) for slot in request.landed))
         bound = self._bound.get((what, where))
         if bound is None or (bound.state is not state and bound.state != state):
-            piece, sources = self._slice((what, frozenset(request.origins)), request)
-            bound = self._bind(piece, sources, request, look)
+            piece = self._slice((what, frozenset(request.origins)), request)
+            bound = self._bind(piece, request, look)
             _keep(self._bound, (what, where), bound)
         self._bound.move_to_end((what, where))
-        return Prepared(bound.nbytes, bound.ranks, bound.steps, dict(request.origins), self._install, look)
+        landed = tuple(request.landed[number] for number in bound.landed)
+        return Prepared(bound.nbytes, bound.ranks, bound.steps, dict(request.origins), landed, self._install, look)
 
     def forget(self, reader: SlotReader) -> None:
         """Let go of an arena whose owner is gone or has made another."""
@@ -245,36 +269,59 @@ class Puller:
         for key in gone:
             del self._bound[key]
 
-    def _slice(self, key: Hashable, request: Request) -> tuple[Slice, int]:
+    def _slice(self, key: Hashable, request: Request) -> _Piece:
         """What this rank pulls. Source rank r is member r, destination rank r is member `sources` + r, one domain."""
         if key not in self._slices:
-            ranks = _ranks(request.source)
-            sources = max(ranks, default=-1) + 1
-            wanted = max(_ranks(request.destination) | {self._rank}) + 1
-            plan = Plan(
-                (Source(request.source, tuple(range(sources)), request.correspondences),),
-                (Destination(request.destination, tuple(range(sources, sources + wanted))),),
-                Topology.single(sources + wanted),
-                _OPTIONS,
-                absent=frozenset(ranks - request.origins.keys()),
-            )
-            _keep(self._slices, key, (plan.slice(sources + self._rank), sources))
+            _keep(self._slices, key, self._landing(request) if request.landed else self._near(request))
+        self._slices.move_to_end(key)
         return self._slices[key]
 
-    def _bind(self, piece: Slice, sources: int, request: Request, look: Look | None) -> _Bound:
+    def _near(self, request: Request) -> _Piece:
+        """Everything out of source slots."""
+        ranks = _ranks(request.source)
+        sources = max(ranks, default=-1) + 1
+        wanted = max(_ranks(request.destination) | {self._rank}) + 1
+        plan = Plan(
+            (Source(request.source, tuple(range(sources)), request.correspondences),),
+            (Destination(request.destination, tuple(range(sources, sources + wanted))),),
+            Topology.single(sources + wanted),
+            _OPTIONS,
+            absent=frozenset(ranks - request.origins.keys()),
+        )
+        return _Piece(plan.slice(sources + self._rank), sources, {})
+
+    def _landing(self, request: Request) -> _Piece:
+        """What has landed out of landing slots, the rest out of source slots."""
+        piece, peers = landing_slice(
+            request.source, request.destination, request.correspondences, self._rank,
+            frozenset(request.origins), request.landed,
+        )  # fmt: skip
+        number = {slot: n for n, slot in enumerate(request.landed)}
+        sources = max(_ranks(request.source), default=-1) + 1
+        return _Piece(piece, sources, {member: number[slot] for member, slot in peers.items()})
+
+    def _bind(self, piece: _Piece, request: Request, look: Look | None) -> _Bound:
         peers: dict[int, PeerViews] = {
-            rank: _Slot(rank, origin, request.source) for rank, origin in request.origins.items() if rank < sources
+            rank: _Slot("source", rank, origin, request.source)
+            for rank, origin in request.origins.items()
+            if rank < piece.sources
         }
+        for member, number in piece.landed.items():
+            slot = request.landed[number]
+            peers[member] = _Slot("destination", slot.rank, slot, request.destination)
         if look is not None:
             local = look.local()
             _refuse_unlike(request.destination, local, self._rank)
             targets = {(0, name): unowned(t) for name, t in local.items()}
-            steps = [_Step(_copies(piece, targets, peers))]
+            steps = [_Step(_copies(piece.slice, targets, peers))]
         else:
-            steps = self._steps(piece, request.destination, peers)
-        ranks = tuple(np.unique(piece.legs.peer[~piece.legs.out]).tolist())
+            steps = self._steps(piece.slice, request.destination, peers)
+        legs = piece.slice.legs
+        read = np.unique(legs.peer[~legs.out]).tolist()
+        ranks = tuple(member for member in read if member < piece.sources)
+        landed = tuple(piece.landed[member] for member in read if member >= piece.sources)
         state = look.described.state if look is not None else ()
-        return _Bound(state, steps, ranks, sum(c.nbytes for step in steps for c in step.copies))
+        return _Bound(state, steps, ranks, landed, sum(c.nbytes for step in steps for c in step.copies))
 
     def _steps(self, piece: Slice, destination: ModelLayout, peers: dict[int, PeerViews]) -> list[_Step]:
         """One for each tensor that this rank has a part in, in the order of the model."""
@@ -346,4 +393,4 @@ def _only(piece: Slice, ref: TensorRef, rows: npt.NDArray[np.int64]) -> Slice:
 def _copies(piece: Slice, targets: Mapping[tuple[int, str], torch.Tensor], peers: dict[int, PeerViews]) -> list[Copies]:
     """The slice's copies, bound as a transfer inside a domain binds them; nothing of it is staged."""
     program = bind(StagingPlan(piece, Views({}, targets), 0), None, peers, piece.rounds)
-    return [pull.copies for r in program.rounds for pull in r.pulls]
+    return [pull.copies for r in program.rounds for pull in (*r.pulls, *r.landed)]

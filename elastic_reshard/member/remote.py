@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from elastic_reshard.errors import ReshardError, Unauthorized
 from elastic_reshard.layout import Correspondence, ModelLayout
@@ -18,10 +18,19 @@ from elastic_reshard.protocol import places
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.supervisor.client import SupervisorClient
 
-__all__ = ["Remote"]
+__all__ = ["About", "Remote"]
 
 _log = logger("member")
 _CALL = 5.0  # most seconds of one attempt
+_CELL: Final = 1 << 20  # of a supervisor that does not say
+
+
+class About(NamedTuple):
+    """A job: its name, its deadlines, and bytes of a cell of landing arenas."""
+
+    job: str
+    deadlines: Deadlines
+    cell: int
 
 
 class Remote:
@@ -51,11 +60,11 @@ class Remote:
         left = max(0.05, deadline - time.monotonic())
         return SupervisorClient(self.url, self.token, timeout=min(_CALL, left), patience=left)
 
-    def about(self, deadline: float) -> tuple[str, Deadlines]:
-        """(the job's name, its deadlines)."""
+    def about(self, deadline: float) -> About:
+        """What the supervisor says of its job."""
         with self._client(deadline) as client:
             health = client.health()
-        return str(health["job"]), Deadlines(**health["deadlines"])
+        return About(str(health["job"]), Deadlines(**health["deadlines"]), int(health.get("cell", _CELL)))
 
     def put_fragment(self, body: Mapping[str, Any], deadline: float) -> None:
         """Hand in what a fragment's id stands for. Kept, for a supervisor that has lost its journal."""

@@ -41,7 +41,7 @@ from elastic_reshard.member.tensors import Tensors, Wire
 from elastic_reshard.member.watcher import Event, Watcher
 from elastic_reshard.protocol import ids
 from elastic_reshard.protocol.base import Role
-from elastic_reshard.protocol.docs import MemberState
+from elastic_reshard.protocol.docs import MemberState, PublicationDoc
 from elastic_reshard.protocol.messages import GroupSpec
 from elastic_reshard.watchdog.link import HostLink
 from elastic_reshard.watchdog.start import HostConfig
@@ -111,7 +111,7 @@ def join(
     wanted = frozenset(roles) | ({role} if role is not None else frozenset())
     _check_arguments(wanted, group, install, tensors, layout, destination_tensors)
     remote = Remote(url, token, Path(runtime) if runtime is not None else None)
-    job, deadlines = remote.about(end)
+    about = remote.about(end)
     label = host or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:128]
     try:
         spec = GroupSpec(name=group.name, size=group.size, rank=group.rank)
@@ -124,10 +124,11 @@ def join(
         sides = (sides[1], sides[0])
     member = Member(Desk(core), remote)
     try:
-        member._prepare(sides, wire_dtype, install, install_buffer, correspondences, renumber, end)
+        member._prepare(sides, wire_dtype, install, install_buffer, correspondences, renumber, about.cell, end)
         config = HostConfig(
-            job=job, host=label, url=remote.url, token=remote.token, runtime=remote.runtime, deadlines=deadlines
-        )
+            job=about.job, host=label, url=remote.url, token=remote.token, runtime=remote.runtime,
+            deadlines=about.deadlines,
+        )  # fmt: skip
         member._attach(config, end)
         member._await_admission(end, deadline)
     except BaseException:
@@ -186,6 +187,7 @@ class Member:
         limit: int | None,
         correspondences: Sequence[Correspondence] | None,
         renumber: Mapping[int, int] | None,
+        cell: int,
         deadline: float,
     ) -> None:
         core = self._desk.core
@@ -199,7 +201,8 @@ class Member:
                 install=install, correspondences=tuple(correspondences) if correspondences is not None else None,
                 limit=limit, renumber=renumber,
             )  # fmt: skip
-            self._installer = Installer(self._desk, puller, self._remote, deadline)
+            self._installer = Installer(self._desk, puller, self._remote, cell, deadline)
+            self._desk.on_view = self._installer.lander.attend
 
     def _attach(self, config: HostConfig, deadline: float) -> None:
         desk = self._desk
@@ -211,6 +214,8 @@ class Member:
             desk.link = link
             if desk.core.unsaid:
                 desk.say()
+            if desk.on_view is not None:
+                desk.on_view()
         if self._publisher is not None:
             self._publisher.offer_arena()
 
@@ -257,8 +262,14 @@ class Member:
 
     @property
     def memory(self) -> MemoryReport | None:
-        """Bytes of a source's arena, and what was free before it was made."""
-        return self._publisher.memory if self._publisher is not None else None
+        """Bytes of a source's arena, and what was free before it was made; under "landing" the same of the landing arena, of a
+        destination whose weights come from other hosts. A destination alone has only the latter, None before it is wanted.
+        Where `needed` is more than is free it was not made, and `install` and `watch` raise ArenaError."""
+        own = self._publisher.memory if self._publisher is not None else None
+        landing = self._installer.lander.memory if self._installer is not None else None
+        if own is None or landing is None:
+            return own or landing
+        return {**own, "landing": landing}
 
     def publish(
         self, label: str | None = None, *, extras: Mapping[str, Any] | None = None, timeout: float = 60.0
@@ -282,7 +293,8 @@ class Member:
         Returns a plain dict: weight_version, label, extras, publication, changed (False: nothing newer than what the group
         serves), install_pause (seconds), nbytes, group, membership_epoch.
         Raises GroupBroken (the group is PARTIAL: do not serve, install again), NothingInstallable (nothing was committed
-        yet), RefitTimeout, NotAMember.
+        yet), RefitTimeout, NotAMember, ArenaError (no memory to land in what comes from other hosts: told once, and whenever
+        nothing can be installed; it is tried again by itself).
         """
         if self._installer is None:
             raise NotAMember(f"{self.id} is no destination; join with role='destination'")
@@ -310,9 +322,17 @@ class Member:
             serving = core.my_group.serving if core.my_group is not None else 0
             return f"no version newer than {serving} within {timeout} s{self._desk.silence()}"
 
+        telling = self._installer.receiving if self._installer is not None else None
+
+        def ready() -> PublicationDoc | None:
+            found = core.installable()
+            if found is None and telling is not None:
+                telling.check()
+            return found
+
         while True:
             with self._desk.changed:
-                self._desk.wait(core.installable, deadline, late)
+                self._desk.wait(ready, deadline, late)
             result = self.install(max(0.1, deadline - time.monotonic()))
             if result["changed"]:
                 return int(result["weight_version"])
@@ -320,12 +340,17 @@ class Member:
 
     def watch(self, timeout: float | None = None) -> Iterator[Event]:
         """Events as they come: pending, installable, partial, abandoned, leave. Blocks between them; ends when this member
-        has left, or after `timeout` seconds without one. Each watch is a listener of its own and begins with what is true."""
+        has left, or after `timeout` seconds without one. Each watch is a listener of its own and begins with what is true.
+
+        Raises ArenaError, once, if there is no memory to land in what comes from other hosts."""
         watcher = Watcher(self._desk.core)
+        telling = self._installer.watching if self._installer is not None else None
         while True:
             deadline = time.monotonic() + (timeout if timeout is not None else 3600.0)
 
             def news() -> list[Event] | None:
+                if telling is not None:
+                    telling.check()
                 return list(watcher.news()) or None
 
             try:
@@ -380,6 +405,7 @@ class Member:
         with self._closing:
             with self._desk.changed:
                 link, self._desk.link = self._desk.link, None
+                self._desk.on_view = None
                 self._desk.changed.notify_all()
             if link is not None:
                 link.close(graceful=graceful)

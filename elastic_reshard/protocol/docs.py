@@ -80,11 +80,13 @@ class SourceDoc(Message):
 
 
 class LandingDoc(Message):
-    """The slot of a landing arena in which a member lands, or has landed, its share of a publication's cells."""
+    """The slot of a landing arena in which a member, rank `rank` of `size`, lands or has landed its share of a publication's
+    cells."""
 
     member: str
     group: Name
     rank: Count
+    size: Count = 0
     host: Name
     layout: str
     arena: str
@@ -93,15 +95,17 @@ class LandingDoc(Message):
 
 class LandedDoc(Message):
     """A host that has every cell of a publication that these ranks of a destination layout need: in the landing slots of its
-    members, or in source slots there."""
+    members, or in source slots there. by: the members whose slots these are."""
 
     host: Name
     layout: str
     ranks: tuple[Count, ...]
+    by: tuple[str, ...] = ()
 
 
 class PublicationDoc(Message):
-    """One version on its way. landings: slots between domains that hold some of it; landed: where all has arrived."""
+    """One version on its way. ranks: of its source group, of which `sources` may be some. landings: slots of landing arenas that
+    hold some of it; landed: hosts in which all has arrived."""
 
     id: str
     weight_version: Count
@@ -112,6 +116,7 @@ class PublicationDoc(Message):
     layout: str
     state: PublicationState
     sources: tuple[SourceDoc, ...]
+    ranks: Count = 0
     reason: Text = ""
     membership_epoch: Count = 0
     metrics: dict[str, float] = {}
@@ -235,6 +240,7 @@ class GroupDoc(Message):
     serving_publication: str = ""
     floor: Count = 0
     count_from: Count = 0
+    renamed: bool = False  # its destination layout has correspondences of its own
     ticket: TicketDoc | None = None
     verdict: VerdictDoc | None = None
     reason: Text = ""

@@ -25,7 +25,19 @@ VARIABLE: Final = "ELASTIC_RESHARD_TEST_HOOKS"
 # "stated", "offered", "attached", "ended" and "told": taken in, not yet passed on to anybody.
 _ROOMS: Final = {
     "link": ("replacing", "missing", "locked"),
-    "watchdog": ("forked", "listening", "attached", "offered", "stated", "told", "ended", "exiting"),
+    "watchdog": (
+        "forked",
+        "listening",
+        "attached",
+        "offered",
+        "stated",
+        "told",
+        "ended",
+        "forking",
+        "condemning",
+        "exiting",
+    ),
+    "mover": ("started", "planned", "formed", "round", "out"),
     "supervisor": ("journaled", "told"),
     "member.publish": ("claimed", "copied", "offered"),
     "member.install": ("granted", "pulling", "pulled", "reported"),

@@ -152,10 +152,12 @@ class Wire(Closing):
             raise ProtocolError(f"the other end sent what is no frame: {error}") from error
         if messages is None:
             raise PeerLost("the other end closed the connection")
-        if len(self._inbox.fds) > _STRAY_FDS:
+        # A long frame's own descriptors come with its first byte.
+        strays = len(self._inbox.fds) - (self._inbox.header[1] if self._inbox.body is not None else 0)
+        if strays > _STRAY_FDS:
             for message in messages:
                 close_all(message.fds)
-            raise ProtocolError(f"the other end sent {len(self._inbox.fds)} descriptors that belong to no frame")
+            raise ProtocolError(f"the other end sent {strays} descriptors that belong to no frame")
         return messages
 
     def send(self, tag: Tag, payload: bytes = b"", fds: Sequence[int] = ()) -> bool:

@@ -40,7 +40,13 @@ def grow(draft: Draft, event: Grow) -> None:
 def _held(draft: Draft, group: Group, members: list[Member]) -> bool:
     """A new group that is ready, and waits for the others of a Grow."""
     growing = draft.growing
-    if growing is None or growing.done or all(m.doc.state is not MemberState.JOINING for m in members):
+    # A group that was whole before only gets its missing ranks back: that waits for nobody.
+    if (
+        growing is None
+        or growing.done
+        or group.doc.fragments
+        or all(m.doc.state is not MemberState.JOINING for m in members)
+    ):
         return False
     if draft.now >= growing.until or group.doc.name in growing.admitted:
         return False
@@ -59,7 +65,7 @@ def _let_in(draft: Draft) -> None:
     enough = (growing.groups and len(ready) >= growing.groups) or (growing.members and members >= growing.members)
     draft.growing = growing = replace(growing, ready=tuple(ready))
     if enough or draft.now >= growing.until:
-        draft.growing = replace(growing, admitted=growing.ready)
+        draft.growing = replace(growing, admitted=growing.ready, came=members)
         draft.log("grow.admitting", name=growing.name, groups=ready, members=members)
 
 

@@ -12,19 +12,26 @@ from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp
 
 from elastic_reshard.errors import LayoutError, ProtocolError, ReshardError
 from elastic_reshard.layout.fragments import canonical, check_fragment
-from elastic_reshard.protocol.base import Message
-from elastic_reshard.protocol.deadlines import Policies
-from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc, PublicationState
+from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc, TransferDoc
 from elastic_reshard.protocol.ids import PROTOCOL
 from elastic_reshard.protocol.view import Told
+from elastic_reshard.supervisor.answers import Health, HostDoc, HostHealth, PoliciesDoc, Problem
+from elastic_reshard.supervisor.api_acting import (
+    LONGEST_WAIT,
+    acting,
+    found,
+    groups_of,
+    hosts_of,
+    members_of,
+    publications_of,
+    transfers_of,
+)
 from elastic_reshard.supervisor.app import Shell
-from elastic_reshard.supervisor.events import Abandon, Leave, SetPolicies
 from elastic_reshard.supervisor.feeds import Feed
 from elastic_reshard.supervisor.guard import AUTHORISED, PROBLEM, Guard, problem
 from elastic_reshard.supervisor.hosts import serve_host
@@ -32,65 +39,11 @@ from elastic_reshard.supervisor.record import EventPage
 
 __all__ = ["make_app"]
 
-# The most seconds that a call waits for news; clients ask again.
-_LONGEST_WAIT = 30.0
 _JSON = "application/json"
 _bearer = HTTPBearer(auto_error=False, description="The job's token.")
 
 After = Annotated[int, Query(ge=0)]
-Wait = Annotated[float, Query(ge=0, le=_LONGEST_WAIT, description="Seconds to wait for news, if there are none.")]
-
-
-class HostHealth(BaseModel):
-    """A host's connection. waiting: bytes that wait for it to read; overflows: how often it got a snapshot instead."""
-
-    connected: bool
-    waiting: int = 0
-    overflows: int = 0
-
-
-class Health(BaseModel):
-    """Without the token: the status alone."""
-
-    status: Literal["ok", "recovering"]
-    job: str | None = None
-    term: int | None = None
-    instance: str | None = None
-    protocol: int | None = None
-    revision: int | None = None
-    hosts: dict[str, HostHealth] | None = None
-    deadlines: dict[str, float] | None = None
-
-
-class PoliciesDoc(Message):
-    """All policies, as `Policies`. A change holds until the supervisor's next start."""
-
-    min_groups: int
-    late_after: float
-    max_lag: int | None
-    gather_window: float
-    install: float
-
-
-class LeaveWithin(Message):
-    """Seconds that members have to leave by themselves."""
-
-    within: Annotated[float, Field(ge=0, le=86_400)] = 30.0
-
-
-class AbandonFor(Message):
-    """Why a publication is given up."""
-
-    reason: Annotated[str, Field(max_length=1024)] = "abandoned by request"
-
-
-class Problem(BaseModel):
-    """A problem document."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
+Wait = Annotated[float, Query(ge=0, le=LONGEST_WAIT, description="Seconds to wait for news, if there are none.")]
 
 
 def make_app(shell: Shell, token: str) -> ASGIApp:
@@ -99,12 +52,13 @@ def make_app(shell: Shell, token: str) -> ASGIApp:
         title="elastic_reshard supervisor",
         version="1",
         redoc_url=None,
-        responses={code: {"model": Problem, "content": {PROBLEM: {}}} for code in (401, 404, 413, 422)},
+        responses={code: {"model": Problem, "content": {PROBLEM: {}}} for code in (401, 404, 409, 413, 422)},
     )
     _problems(app, shell)
     routes = APIRouter(dependencies=[Depends(_bearer)])
     _reading(routes, shell)
-    _acting(routes, shell)
+    _documents(routes, shell)
+    acting(routes, shell)
     _bodies(routes, shell)
     app.include_router(routes)
 
@@ -135,24 +89,6 @@ def _problems(app: FastAPI, shell: Shell) -> None:
         return _answer(503 if shell.ended else 422 if refused else 500, str(error))
 
 
-def _found(docs: dict[str, Any], what: str, name: str) -> Any:
-    if name not in docs:
-        raise HTTPException(404, f"no {what} {name!r}; there are {', '.join(sorted(docs)[:16]) or 'none'}")
-    return docs[name]
-
-
-def _members(shell: Shell) -> dict[str, MemberDoc]:
-    return {k: m.doc for k, m in shell.job.members.items()}
-
-
-def _groups(shell: Shell) -> dict[str, GroupDoc]:
-    return {k: g.doc for k, g in shell.job.groups.items()}
-
-
-def _publications(shell: Shell) -> dict[str, PublicationDoc]:
-    return {k: p.doc for k, p in shell.job.publications.items()}
-
-
 def _host(feed: Feed | None) -> HostHealth:
     if feed is None:
         return HostHealth(connected=False)
@@ -170,7 +106,7 @@ def _reading(routes: APIRouter, shell: Shell) -> None:
         return Health(
             status=status, job=job.name, term=job.term, instance=job.instance, protocol=PROTOCOL, revision=job.revision,
             hosts={name: _host(shell.feeds.get(name)) for name in {*job.hosts, *shell.feeds}},
-            deadlines=job.deadlines.to_data(),
+            deadlines=job.deadlines.to_data(), cell=job.cell, verify=job.verify,
         )  # fmt: skip
 
     @routes.get("/v1/view", response_model=Told)
@@ -178,27 +114,6 @@ def _reading(routes: APIRouter, shell: Shell) -> None:
         """The whole view; with `after`, as soon as its revision is another one."""
         await shell.changed(lambda: shell.job.revision != after, wait)
         return Response(shell.view_text(), media_type=_JSON)
-
-    @routes.get("/v1/members")
-    async def members() -> dict[str, MemberDoc]:
-        """Members by id."""
-        return _members(shell)
-
-    @routes.get("/v1/groups")
-    async def groups() -> dict[str, GroupDoc]:
-        """Groups by name."""
-        return _groups(shell)
-
-    @routes.get("/v1/publications")
-    async def publications() -> dict[str, PublicationDoc]:
-        """Publications by id."""
-        return _publications(shell)
-
-    @routes.get("/v1/publications/{publication}")
-    async def publication(publication: str) -> PublicationDoc:
-        """One publication."""
-        found: PublicationDoc = _found(_publications(shell), "publication", publication)
-        return found
 
     @routes.get("/v1/events")
     async def events(
@@ -214,36 +129,41 @@ def _reading(routes: APIRouter, shell: Shell) -> None:
         return PoliciesDoc(**asdict(shell.job.policies))
 
 
-def _acting(routes: APIRouter, shell: Shell) -> None:
-    @routes.put("/v1/policies")
-    async def set_policies(wanted: PoliciesDoc) -> PoliciesDoc:
-        """Other policies, from now on."""
-        await shell.settle(SetPolicies(Policies(**wanted.model_dump())))
-        return PoliciesDoc(**asdict(shell.job.policies))
+def _documents(routes: APIRouter, shell: Shell) -> None:
+    @routes.get("/v1/members")
+    async def members() -> dict[str, MemberDoc]:
+        """Members by id."""
+        return members_of(shell)
 
-    @routes.post("/v1/members/{member}/leave", status_code=202)
-    async def leave_member(member: str, how: LeaveWithin | None = None) -> MemberDoc:
-        """Ask a member to leave; it is left out when its time is over."""
-        before: MemberDoc = _found(_members(shell), "member", member)
-        await shell.settle(Leave(members=(member,), within=(how or LeaveWithin()).within))
-        return _members(shell).get(member, before)
+    @routes.get("/v1/groups")
+    async def groups() -> dict[str, GroupDoc]:
+        """Groups by name."""
+        return groups_of(shell)
 
-    @routes.post("/v1/groups/{group}/leave", status_code=202)
-    async def leave_group(group: str, how: LeaveWithin | None = None) -> dict[str, MemberDoc]:
-        """Ask all members of a group to leave."""
-        _found(_groups(shell), "group", group)
-        await shell.settle(Leave(group=group, within=(how or LeaveWithin()).within))
-        return {k: m for k, m in _members(shell).items() if m.group == group}
+    @routes.get("/v1/publications")
+    async def publications() -> dict[str, PublicationDoc]:
+        """Publications by id."""
+        return publications_of(shell)
 
-    @routes.post("/v1/publications/{publication}/abandon")
-    async def abandon(publication: str, why: AbandonFor | None = None) -> PublicationDoc:
-        """Give up a publication that moves. 409 for one that was committed."""
-        before: PublicationDoc = _found(_publications(shell), "publication", publication)
-        await shell.settle(Abandon(publication, (why or AbandonFor()).reason))
-        now = _publications(shell).get(publication)
-        if now is not None and now.state is not PublicationState.ABANDONED:
-            raise HTTPException(409, f"publication {publication} is {now.state}: only one that moves can be abandoned")
-        return now or before.model_copy(update={"state": PublicationState.ABANDONED})
+    @routes.get("/v1/publications/{publication}")
+    async def publication(publication: str) -> PublicationDoc:
+        """One publication."""
+        return found(publications_of(shell), "publication", publication)
+
+    @routes.get("/v1/transfers")
+    async def transfers() -> dict[str, TransferDoc]:
+        """The transfers in hand by id: one at most."""
+        return transfers_of(shell)
+
+    @routes.get("/v1/transfers/{transfer}")
+    async def transfer(transfer: str) -> TransferDoc:
+        """One transfer."""
+        return found(transfers_of(shell), "transfer", transfer)
+
+    @routes.get("/v1/hosts")
+    async def hosts() -> dict[str, HostDoc]:
+        """Hosts by label, with their members and what was last heard of their movers."""
+        return hosts_of(shell)
 
 
 def _bodies(routes: APIRouter, shell: Shell) -> None:

@@ -173,6 +173,9 @@ class Shell:
         for host, numbers in effects.heard.items():
             if (feed := self.feeds.get(host)) is not None:
                 feed.hear(numbers)
+        for host in effects.silent:
+            if (feed := self.feeds.get(host)) is not None:
+                feed.end(self.farewell_text(f"host {host} was silent and is given up; connect anew"))
         if effects.told is not None:
             hook("supervisor.told")
 

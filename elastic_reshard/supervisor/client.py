@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import time
+import uuid
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -13,20 +15,28 @@ import httpx
 import tenacity
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from elastic_reshard.errors import LayoutError, ProtocolError, SupervisorUnreachable, Unauthorized
+from elastic_reshard.errors import LayoutError, ProtocolError, RefitTimeout, SupervisorUnreachable, Unauthorized
 from elastic_reshard.layout.fragments import canonical, fragment_id
 from elastic_reshard.protocol import places
 from elastic_reshard.protocol.deadlines import Policies
-from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc
+from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc, TransferDoc
 from elastic_reshard.protocol.view import Told
+from elastic_reshard.supervisor.answers import Departure, Growth, HostDoc
 from elastic_reshard.supervisor.record import EventPage
 
 __all__ = ["SupervisorClient"]
 
 T = TypeVar("T", bound=BaseModel)
 D = TypeVar("D")
+W = TypeVar("W", Departure, Growth)
+# Seconds: the most that one call is asked to wait; and what the supervisor may take beyond a time that it was given.
+_LONGEST_WAIT = 30.0
+_GRACE = 5.0
 _members: TypeAdapter[dict[str, MemberDoc]] = TypeAdapter(dict[str, MemberDoc])
 _groups: TypeAdapter[dict[str, GroupDoc]] = TypeAdapter(dict[str, GroupDoc])
+_growth: TypeAdapter[Growth | None] = TypeAdapter(Growth | None)
+_hosts: TypeAdapter[dict[str, HostDoc]] = TypeAdapter(dict[str, HostDoc])
+_transfers: TypeAdapter[dict[str, TransferDoc]] = TypeAdapter(dict[str, TransferDoc])
 _publications: TypeAdapter[dict[str, PublicationDoc]] = TypeAdapter(dict[str, PublicationDoc])
 
 
@@ -82,7 +92,7 @@ class SupervisorClient:
     # -- reading
 
     def health(self) -> dict[str, Any]:
-        """status, job, term, instance, protocol, revision, hosts, deadlines."""
+        """status, job, term, instance, protocol, revision, hosts, deadlines, cell (bytes), verify."""
         found = self._data(self._call("GET", "/v1/health"))
         if "job" not in found:
             raise Unauthorized(f"the supervisor at {self.url} does not know this token; see $ELASTIC_RESHARD_TOKEN")
@@ -104,6 +114,22 @@ class SupervisorClient:
         """Publications by id."""
         return self._docs(_publications, self._call("GET", "/v1/publications"))
 
+    def hosts(self) -> dict[str, HostDoc]:
+        """Hosts by label: whether connected, their members, and what was last heard of the movers of these."""
+        return self._docs(_hosts, self._call("GET", "/v1/hosts"))
+
+    def transfers(self) -> dict[str, TransferDoc]:
+        """Transfers in hand by id: one at most."""
+        return self._docs(_transfers, self._call("GET", "/v1/transfers"))
+
+    def transfer(self, key: str) -> TransferDoc:
+        """One transfer. ProtocolError if it is over."""
+        return self._read(TransferDoc, self._call("GET", f"/v1/transfers/{quote(key, safe='')}"))
+
+    def growing(self) -> Growth | None:
+        """The grow under way, or the last one that is done; None if there was none."""
+        return self._docs(_growth, self._call("GET", "/v1/grow"))
+
     def events(self, after: int = 0, limit: int = 100, wait: float = 0.0) -> EventPage:
         """Events with numbers above `after`, oldest first; waits up to `wait` seconds (30 at most) for one."""
         params = {"after": after, "limit": limit, "wait": wait}
@@ -124,15 +150,51 @@ class SupervisorClient:
         body = {name: getattr(policies, name) for name in Policies.__dataclass_fields__}
         return Policies(**self._data(self._call("PUT", "/v1/policies", json=body)))
 
-    def leave_member(self, member: str, within: float = 30.0) -> MemberDoc:
-        """Ask a member to leave within so many seconds. Returns when the supervisor has taken it in."""
+    def leave_member(self, member: str, within: float = 30.0, force: bool = False) -> MemberDoc:
+        """Ask a member to leave within so many seconds; force: it is left out at once, whatever it is doing. Returns when
+        the supervisor has taken it in."""
         path = f"/v1/members/{quote(member, safe='')}/leave"
-        return self._read(MemberDoc, self._call("POST", path, json={"within": within}))
+        return self._read(MemberDoc, self._call("POST", path, json={"within": within, "force": force}))
 
-    def leave_group(self, group: str, within: float = 30.0) -> dict[str, MemberDoc]:
-        """Ask all members of a group to leave within so many seconds."""
+    def leave_group(self, group: str, within: float = 30.0, force: bool = False) -> dict[str, MemberDoc]:
+        """Ask all members of a group to leave within so many seconds; force: they are left out at once."""
         path = f"/v1/groups/{quote(group, safe='')}/leave"
-        return self._docs(_members, self._call("POST", path, json={"within": within}))
+        return self._docs(_members, self._call("POST", path, json={"within": within, "force": force}))
+
+    def drain(self, host: str, within: float = 30.0, wait: bool = True) -> Departure:
+        """Ask all members of a host to leave within so many seconds; who does not is left out. Idempotent: who was asked
+        before with as many seconds keeps that deadline. Before the host is turned off, see `holding` of the answer.
+
+        wait: block until all are out, at most `within` and about 5 s; RefitTimeout names who is still in. ProtocolError for
+        a host that nobody knows."""
+        path = f"/v1/hosts/{quote(host, safe='')}/drain"
+        return self._parted(path, {"within": within}, f"host {host}", within, wait)
+
+    def shrink(self, groups: Sequence[str], within: float = 30.0, wait: bool = True) -> Departure:
+        """Ask all members of these groups to leave within so many seconds, by one change; who does not is left out.
+
+        wait: as for `drain`. ProtocolError that names every unknown group: then nothing was done."""
+        body = {"groups": list(groups), "within": within}
+        return self._parted("/v1/groups/shrink", body, f"groups {', '.join(groups)}", within, wait)
+
+    def grow(
+        self, *, groups: int = 0, members: int = 0, within: float = 60.0, name: str | None = None, wait: bool = True
+    ) -> Growth:
+        """Have the next `groups` whole new groups, or the next `members` new members, admitted by one change: who joins is
+        held until so many are there, or until `within` seconds have passed; then those that are there come in.
+
+        name: of this request; one that is repeated under its name begins nothing anew. wait: block until it is done, at most
+        `within` and about 5 s (RefitTimeout); `missing` of the answer says how many did not come. ProtocolError unless one
+        of groups and members is given, or while another grow is under way."""
+        key = name or f"grow-{uuid.uuid4().hex[:12]}"
+        body = {"groups": groups, "members": members, "within": within, "name": key}
+        growth = self._until(Growth, "/v1/grow", body, within, wait)
+        if wait and not growth.done:
+            raise RefitTimeout(
+                f"grow {key}: {growth.missing} of {groups or members} {'groups' if groups else 'members'} are missing, and the "
+                f"supervisor did not admit the others within {within:g} s; see its events"
+            )
+        return growth
 
     def abandon(self, publication: str, reason: str = "abandoned by request") -> PublicationDoc:
         """Give up a publication that moves. ProtocolError if it was committed."""
@@ -156,6 +218,27 @@ class SupervisorClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    # -- waiting
+
+    def _parted(self, path: str, body: dict[str, Any], what: str, within: float, wait: bool) -> Departure:
+        parting = self._until(Departure, path, body, within, wait)
+        if wait and not parting.done:
+            raise RefitTimeout(
+                f"{what}: {', '.join(parting.missing)} did not leave within {within:g} s, and the supervisor did not leave "
+                "them out; see `elastic-reshard status`, or let them leave by force",
+                parting.missing,
+            )
+        return parting
+
+    def _until(self, kind: type[W], path: str, body: dict[str, Any], within: float, wait: bool) -> W:
+        """The same call until it is done or its time is over: repeated, it begins nothing anew."""
+        until = time.monotonic() + within + _GRACE
+        while True:
+            left = max(0.0, min(_LONGEST_WAIT, until - time.monotonic())) if wait else 0.0
+            found = self._read(kind, self._call("POST", path, json=body, params={"wait": left}, wait=left))
+            if found.done or not wait or time.monotonic() >= until:
+                return found
 
     # -- one call
 

@@ -64,7 +64,13 @@ def restore(job: Job, told: Told, weight_version: int, now: float) -> Job:
     """What the journal knows, before anybody was heard in this term. Nobody is judged for `reregister` seconds."""
     until = now + job.deadlines.reregister
     members = {
-        name: Member(doc, None, until, gone=doc.state in (MemberState.ORPHANED, MemberState.LOST))
+        name: Member(
+            doc,
+            None,
+            until,
+            gone=doc.state in (MemberState.ORPHANED, MemberState.LOST),
+            leave_by=until + doc.leave_within if doc.leave_within is not None else None,
+        )
         for name, doc in told.members.items()
         if doc is not None
     }

@@ -201,13 +201,15 @@ class Effects:
 
     told: what changed in the view; None if nothing did. durable: it must be on disk before anyone is told.
     heard: per host, the numbers of statements that were taken in (told after the view). snapshots: hosts that need the
-    whole view (before anything else). examine, match: questions whose answers come back as events.
+    whole view (before anything else). silent: hosts that were given up: hang up, so that they say Hello again.
+    examine, match: questions whose answers come back as events.
     """
 
     told: Told | None = None
     durable: bool = False
     heard: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     snapshots: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
     examine: tuple[Examine, ...] = ()
     match: tuple[Match, ...] = ()
     happened: tuple[Happened, ...] = ()

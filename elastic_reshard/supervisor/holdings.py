@@ -79,15 +79,13 @@ def nobody_has(draft: Draft, publication: PublicationDoc) -> str:
 
 
 def prune(draft: Draft) -> None:
-    """Forget landings whose arenas are gone, and hosts that had all by them or by sources that are gone."""
+    """Forget landings whose arenas are gone, and hosts that had all by somebody who can't be read any more."""
     for publication in list(draft.publications.values()):
         doc = publication.doc
         if doc.state not in _SERVED or not (doc.landings or doc.landed):
             continue
-        lost = {part.host for part in doc.landings if not readable(draft, part.member)}
-        lost |= {s.host for s in doc.sources if not readable(draft, s.member)}
         landings = tuple(part for part in doc.landings if kept(draft, part.member))
-        landed = tuple(entry for entry in doc.landed if entry.host not in lost)
+        landed = tuple(entry for entry in doc.landed if all(readable(draft, m) for m in entry.by))
         if (landings, landed) != (doc.landings, doc.landed):
             _replace(draft, publication, landings, landed)
     known = {(p, m) for p, m in draft.ledgers if p in draft.publications and kept(draft, m)}

@@ -155,9 +155,9 @@ def tick(draft: Draft) -> None:
             silent = [m for m in draft.members.values() if m.doc.host == host.name and m.present]
             for member in silent:
                 become(draft, member, MemberState.FORFEIT, f"host {host.name} was silent for {evict} s")
-            if not silent or not host.connected:
-                del draft.hosts[host.name]
-                draft.log("host.silent", host=host.name, members=[m.doc.id for m in silent])
+            del draft.hosts[host.name]
+            draft.silent.append(host.name)
+            draft.log("host.silent", host=host.name, members=[m.doc.id for m in silent])
     for member in list(draft.members.values()):
         if member.vouched_by is not None and draft.now >= member.vouched_by:
             draft.put_member(replace(member, vouched_by=None))

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, Literal
 
 import uvicorn
 
@@ -31,6 +31,9 @@ __all__ = ["Options", "Supervisor"]
 
 # Seconds for the last words to every host.
 _FAREWELL: Final = 1.0
+# Bytes. The planner takes no less; more would make a landing of one tensor all or nothing.
+_LEAST_CELL: Final = 16
+_MOST_CELL: Final = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class Options:
     host, port: where it listens; port 0: a free one. journal: a path; None: one that ends with this process.
     token: None: $ELASTIC_RESHARD_TOKEN, else one is made and kept in the runtime folder. runtime: that folder's path.
     recover_from: with an empty journal: decide nothing until so many members have said what they have.
+    cell: bytes of the cells by which weights move between hosts; the same at every start of one job.
+    verify: how landed cells are checked: digests of samples, or of every byte. ProtocolError for what cannot work.
     """
 
     job: str = "job"
@@ -51,6 +56,14 @@ class Options:
     deadlines: Deadlines = field(default_factory=Deadlines)
     runtime: str | Path | None = None
     recover_from: int = 0
+    cell: int = 1 << 20
+    verify: Literal["sampled", "full"] = "sampled"
+
+    def __post_init__(self) -> None:
+        if not _LEAST_CELL <= self.cell <= _MOST_CELL:
+            raise ProtocolError(f"cell ({self.cell} bytes) must be {_LEAST_CELL} to {_MOST_CELL} bytes; 1 MiB is usual")
+        if self.verify not in ("sampled", "full"):
+            raise ProtocolError(f"verify must be 'sampled' or 'full', not {self.verify!r}")
 
 
 class Supervisor:
@@ -104,12 +117,14 @@ class Supervisor:
         policies: Policies | None = None,
         deadlines: Deadlines | None = None,
         runtime: str | Path | None = None,
+        cell: int = 1 << 20,
+        verify: Literal["sampled", "full"] = "sampled",
     ) -> Supervisor:
         """A supervisor inside this process, on loopback, for driver scripts; it ends with the process."""
         return cls(
             Options(
                 job=job, port=port, journal=journal, token=token, policies=policies or Policies(),
-                deadlines=deadlines or Deadlines(), runtime=runtime,
+                deadlines=deadlines or Deadlines(), runtime=runtime, cell=cell, verify=verify,
             )
         )  # fmt: skip
 
@@ -118,7 +133,7 @@ class Supervisor:
         now = time.monotonic()
         job = core.begin(
             options.job, begun.term, self.instance, now, deadlines=options.deadlines, policies=options.policies,
-            recover_from=options.recover_from if begun.told is None else 0,
+            recover_from=options.recover_from if begun.told is None else 0, cell=options.cell, verify=options.verify,
         )  # fmt: skip
         return job if begun.told is None else core.restore(job, begun.told, begun.weight_version, now)
 

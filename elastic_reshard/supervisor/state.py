@@ -138,6 +138,7 @@ class Growing:
     until: float
     ready: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
+    came: int = 0  # members of the admitted
     done: bool = False
 
 
@@ -209,6 +210,7 @@ class Draft:
         self.durable = self.epoch_ended = False
         self.heard: dict[str, dict[str, int]] = {}
         self.snapshots: list[str] = []
+        self.silent: list[str] = []
         self.examine: list[Examine] = []
         self.match: list[Match] = []
         self.happened: list[Happened] = []
@@ -354,7 +356,7 @@ class Draft:
             serial=self.serial, growing=self.growing,
         )  # fmt: skip
         effects = Effects(
-            told, self.durable and told is not None, self.heard, tuple(self.snapshots), tuple(self.examine),
-            tuple(self.match), tuple(self.happened),
+            told, self.durable and told is not None, self.heard, tuple(self.snapshots), tuple(self.silent),
+            tuple(self.examine), tuple(self.match), tuple(self.happened),
         )  # fmt: skip
         return job, effects

@@ -14,9 +14,10 @@ from typing import Any
 
 from elastic_reshard.protocol.docs import LandedDoc, PublicationState, TransferState
 from elastic_reshard.protocol.messages import MoverSaid
-from elastic_reshard.supervisor.events import Ledgered, Moved
+from elastic_reshard.supervisor.events import Abandon, Ledgered, Moved
 from elastic_reshard.supervisor.holdings import reachable
 from elastic_reshard.supervisor.parties import compose, landed_ranks
+from elastic_reshard.supervisor.publishing import abandon
 from elastic_reshard.supervisor.queue import next_groups
 from elastic_reshard.supervisor.state import Draft, Publication, Suspended, Transfer
 
@@ -141,7 +142,7 @@ def _broken(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> 
         return "; ".join((ended + gone) or failed)
     waited = draft.now - transfer.since
     if transfer.doc.state is TransferState.FORMING and waited >= draft.deadlines.form:
-        late = [m for m in transfer.doc.present if m not in reports or reports[m].state == "starting"]
+        late = _not_ready(transfer, reports)
         return f"the movers of {', '.join(late)} were not ready within {draft.deadlines.form} s"
     if transfer.doc.state is TransferState.STOPPING and waited >= draft.deadlines.stall:
         return f"its movers did not stop within {draft.deadlines.stall} s"
@@ -151,7 +152,8 @@ def _broken(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> 
 def _form(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> None:
     """Tell the values once all are there. Unlike configs never meet."""
     present = transfer.doc.present
-    if len(reports) < len(present) or any(s.state == "starting" for s in reports.values()):
+    if late := _not_ready(transfer, reports):
+        _form_without(draft, transfer, late)
         return
     configs = Counter(said.config for said in reports.values())
     if len(configs) > 1:
@@ -161,7 +163,25 @@ def _form(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> No
         draft.epoch_ended = draft.durable = True
         _change(draft, transfer, TransferState.BREAKING, reason)
         return
+    draft.durable = True  # who may have the values by which they meet is known to the next term too
     _change(draft, transfer, TransferState.RUNNING, values={m: reports[m].values for m in present})
+
+
+def _not_ready(transfer: Transfer, reports: dict[str, MoverSaid]) -> list[str]:
+    return [m for m in transfer.doc.present if m not in reports or reports[m].state == "starting"]
+
+
+def _form_without(draft: Draft, transfer: Transfer, late: list[str]) -> None:
+    """Once it is late, the others do not wait for groups whose movers are not even ready."""
+    publication = draft.publications.get(transfer.doc.publication)
+    moving = publication is not None and publication.doc.state is PublicationState.MOVING
+    if not moving or draft.now - transfer.begun < draft.policies.late_after:
+        return
+    slow = _mark_slow(draft, transfer, late)
+    if slow:
+        draft.epoch_ended = draft.durable = True
+        draft.log("group.left_behind", groups=sorted(slow), publication=transfer.doc.publication)
+        _change(draft, transfer, TransferState.BREAKING, f"late: going on without {', '.join(sorted(slow))}")
 
 
 def _watch(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> None:
@@ -248,7 +268,7 @@ def _stop(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> No
     present = transfer.doc.present
     held = [m for m in present if m in reports and (reports[m].held or reports[m].state == "out")]
     if transfer.doc.until is None and len(held) == len(present):
-        until = max(reports[m].began for m in present)
+        until = max(0, max(reports[m].began for m in present) - 1)
         draft.put_transfer(replace(transfer, doc=transfer.doc.model_copy(update={"until": until})))
 
 
@@ -282,13 +302,19 @@ def _end(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid], whole:
 
 
 def _landed(publication: Publication, transfer: Transfer) -> tuple[LandedDoc, ...]:
-    """Hosts that have everything now, with the ranks they have it for."""
-    ranks = {(entry.host, entry.layout): set(entry.ranks) for entry in publication.doc.landed}
+    """Hosts that have everything now, with the ranks they have it for, and who has it for them."""
+    before = {(entry.host, entry.layout): entry for entry in publication.doc.landed}
+    ranks = {where: set(entry.ranks) for where, entry in before.items()}
+    by = {where: set(entry.by) for where, entry in before.items()}
+    present = set(transfer.doc.present)
     for part in transfer.doc.landings:
-        ranks.setdefault((part.host, part.layout), set()).add(part.rank)
+        where = (part.host, part.layout)
+        ranks.setdefault(where, set()).add(part.rank)
+        sources = {s.member for s in publication.doc.sources if s.host == part.host and s.member in present}
+        by[where] = by.get(where, set()) | sources | {part.member}
     return tuple(
-        LandedDoc(host=host, layout=layout, ranks=tuple(sorted(found)))
-        for (host, layout), found in sorted(ranks.items())
+        LandedDoc(host=where[0], layout=where[1], ranks=tuple(sorted(found)), by=tuple(sorted(by[where])))
+        for where, found in sorted(ranks.items())
     )
 
 
@@ -335,9 +361,7 @@ def _give_up(draft: Draft, publication: str, groups: Iterable[str], why: str) ->
         return
     draft.durable = True
     draft.log("transfer.given_up", publication=publication, groups=sorted(groups), reason=why)
-    if found.doc.state is PublicationState.MOVING:
-        doc = found.doc.model_copy(update={"state": PublicationState.ABANDONED, "reason": why[:4000]})
-        draft.put_publication(replace(found, doc=doc))
+    abandon(draft, Abandon(publication, why[:4000]))
     for group in groups:
         draft.given_up[publication, group] = _everybody(draft)
 

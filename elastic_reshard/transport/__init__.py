@@ -3,10 +3,13 @@
 from elastic_reshard.transport.endpoint import Endpoint, Identity
 from elastic_reshard.transport.network import GlooNetwork, Network, Pending
 from elastic_reshard.transport.program import Program, StagingPlan, bind
-from elastic_reshard.transport.run import Tally, run
-from elastic_reshard.transport.views import PeerViews, Views
+from elastic_reshard.transport.rounds import Carriage, Tally
+from elastic_reshard.transport.run import run
+from elastic_reshard.transport.views import PeerViews, SlotViews, Views
+from elastic_reshard.transport.watched import Watch
 
 __all__ = [
+    "Carriage",
     "Endpoint",
     "GlooNetwork",
     "Identity",
@@ -14,9 +17,11 @@ __all__ = [
     "PeerViews",
     "Pending",
     "Program",
+    "SlotViews",
     "StagingPlan",
     "Tally",
     "Views",
+    "Watch",
     "bind",
     "run",
 ]

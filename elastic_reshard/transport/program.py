@@ -29,12 +29,14 @@ _Array = npt.NDArray[Any]
 @dataclass
 class Message:
     """One send or receive: a flat uint8 buffer, and the copies before a send or after a receive (None: the buffer is
-    the tensor's own memory). `number` counts the messages of its pair and direction, alike at both ends."""
+    the tensor's own memory). `number` counts the messages of its pair and direction, alike at both ends. cell: its first
+    in landing plans, else -1."""
 
     peer: int
     number: int
     buffer: torch.Tensor
     copies: Copies | None
+    cell: int = -1
 
 
 @dataclass
@@ -84,6 +86,7 @@ class _Legs:
         self.first, self.last, self.install = legs.first.tolist(), legs.last.tolist(), legs.install.tolist()
         self.extent, self.source_at = legs.extent.tolist(), legs.source_at.tolist()
         self.target_at, self.message = legs.target_at.tolist(), s.message.tolist()
+        self.cell = legs.cell.tolist()
         names = (legs.tensor, legs.region, legs.ordinal, legs.first, legs.last)
         self.names: list[tuple[int, int, int, int, int]] = list(zip(*(c.tolist() for c in names), strict=True))
         self.item = [itemsize(t.dtype) for t in s.tensors]
@@ -334,7 +337,7 @@ def _bind_message(
         if straight is None:
             raise PlanError(f"message {number} has neither staging nor memory of its own")
         buffer = straight.view(np.uint8)
-    return Message(legs.peer[rows[0]], place, torch.from_numpy(buffer), copies)
+    return Message(legs.peer[rows[0]], place, torch.from_numpy(buffer), copies, legs.cell[rows[0]])
 
 
 def _bind_served(

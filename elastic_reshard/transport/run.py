@@ -1,175 +1,24 @@
-"""Running a program: the rounds of a plan over a network and a domain's memory. Nothing else moves bytes.
-
-Two rounds are under way at a time: while the network carries one, the domain exchanges the one before. Messages that go
-straight from tensor to tensor need no staging, so they are started before the round's half of it is free.
-"""
+"""Running a program: the rounds of a plan over a network and a domain's memory. Nothing else moves bytes."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-
-from elastic_reshard.errors import TransferTimeout
-from elastic_reshard.transport.endpoint import Endpoint
-from elastic_reshard.transport.network import Pending
-from elastic_reshard.transport.program import Message, Program, Pull, Round
+from elastic_reshard.transport.program import Program
+from elastic_reshard.transport.rounds import Carriage, Rounds, Tally
+from elastic_reshard.transport.watched import Watch, WatchedRounds
 
 __all__ = ["Tally", "run"]
 
-# Tags on the domain channel. Rounds need none of their own: messages of one tag stay in order.
-_STAGED, _LANDED, _READ, _FINISHED = 1, 2, 3, 4
-# Rounds under way. More keep gloo busier, but the more messages a peer's death meets, the more often gloo loses sight of it
-# (measured: with 16 rounds nearly always, with 2 rarely).
-_AHEAD = 2
 
-
-@dataclass
-class Tally:
-    """What one run moved through this member, in bytes, and how long it took, in seconds."""
-
-    sent: int = 0
-    received: int = 0
-    pulled: int = 0
-    copied: int = 0
-    staged: int = 0
-    seconds: float = 0.0
-
-
-def run(program: Program, endpoint: Endpoint, deadline: float) -> Tally:
+def run(program: Program, carriage: Carriage, deadline: float, watch: Watch | None = None) -> Tally:
     """Carry out all rounds. Collective over the members of the plan; blocks until this member's part is done and
     nobody reads its memory any more, at most until `deadline` (time.monotonic).
 
-    Raises PeerLost or TransferTimeout, which name members; then the endpoint is closed, so that nobody waits for this
-    member, and destination tensors may be half written.
+    watch: for landing programs, on all members or on none: it is asked before each round and told after it, and each
+    round's bytes are sealed by their senders and checked before they count.
+
+    Raises PeerLost or TransferTimeout, which name members; then the carriage has failed, so that nobody waits for this
+    member, and destination tensors may be half written. With a watch also DigestMismatch, and TransferError when a sender's
+    memory was rewritten meanwhile.
     """
-    try:
-        return _Run(program, endpoint, deadline).run()
-    except BaseException as error:
-        endpoint.fail(error)
-        raise
-
-
-class _Run:
-    def __init__(self, program: Program, endpoint: Endpoint, deadline: float) -> None:
-        self.program, self.endpoint, self.deadline = program, endpoint, deadline
-        self.sends: list[dict[int, Pending]] = [{} for _ in program.rounds]
-        self.receives: list[dict[int, Pending]] = [{} for _ in program.rounds]
-        self.first: dict[int, tuple[int, int]] = {}
-        self.ahead = 0
-        self.tally = Tally()
-
-    def run(self) -> Tally:
-        begun = time.monotonic()
-        rounds = self.program.rounds
-        self._reserve()
-        for number in range(len(rounds) + 1):
-            if time.monotonic() >= self.deadline:
-                raise self._late(number)
-            self._start_straight(number + _AHEAD)
-            if number < len(rounds):
-                self._begin(number, rounds[number])
-            if number:
-                self._finish(number - 1, rounds[number - 1])
-        for pending in self.sends:
-            for one in pending.values():
-                one.wait(self.deadline)
-        for r in rounds[-2:]:  # the others' words were heard before their half was used again
-            for reader in sorted(r.readers):
-                self._hear(reader, _READ)
-        for owner in sorted(self.program.owners):
-            self._tell(owner, _FINISHED)
-        for reader in sorted(self.program.readers):
-            self._hear(reader, _FINISHED)
-        self.tally.seconds = time.monotonic() - begun
-        return self.tally
-
-    def _reserve(self) -> None:
-        """Numbers for all messages of the run, pair by pair."""
-        count: dict[int, list[int]] = {}
-        for r in self.program.rounds:
-            for side, messages in enumerate((r.sends, r.receives)):
-                for message in messages:
-                    count.setdefault(message.peer, [0, 0])[side] += 1
-        self.first = {peer: self.endpoint.network.reserve(peer, *n) for peer, n in count.items()}
-
-    def _start_straight(self, until: int) -> None:
-        """Start messages between tensors of all rounds before `until`."""
-        rounds = self.program.rounds
-        while self.ahead < min(until, len(rounds)):
-            r, number = rounds[self.ahead], self.ahead
-            for i, message in enumerate(r.receives):
-                if message.copies is None:
-                    self._receive(number, i, message)
-            for i, message in enumerate(r.sends):
-                if message.copies is None:
-                    self._send(number, i, message)
-            self.ahead += 1
-
-    def _receive(self, number: int, i: int, message: Message) -> None:
-        place = self.first[message.peer][1] + message.number
-        self.receives[number][i] = self.endpoint.network.receive(message.peer, message.buffer, place)
-        self.tally.received += message.buffer.numel()
-
-    def _send(self, number: int, i: int, message: Message) -> None:
-        place = self.first[message.peer][0] + message.number
-        self.sends[number][i] = self.endpoint.network.send(message.peer, message.buffer, place)
-        self.tally.sent += message.buffer.numel()
-
-    def _begin(self, number: int, r: Round) -> None:
-        """Everything of a round that needs its half of the staging, once that is free; it waits for nobody else."""
-        if number >= 2:
-            for i, message in enumerate(self.program.rounds[number - 2].sends):
-                if message.copies is not None:
-                    self.sends[number - 2].pop(i).wait(self.deadline)
-            for reader in sorted(self.program.rounds[number - 2].readers):
-                self._hear(reader, _READ)
-        for i, message in enumerate(r.receives):
-            if message.copies is not None:
-                self._receive(number, i, message)
-        if r.stage_readers:
-            r.stage.run()
-            self.tally.staged += r.stage.nbytes
-            for reader in sorted(r.stage_readers):
-                self._tell(reader, _STAGED)
-        for i, message in enumerate(r.sends):
-            if message.copies is not None:
-                message.copies.run()
-                self.tally.staged += message.copies.nbytes
-                self._send(number, i, message)
-        r.own.run()
-        self.tally.copied += r.own.nbytes
-
-    def _finish(self, number: int, r: Round) -> None:
-        """Pull from sources of the domain, take what the network brought, exchange it inside the domain."""
-        for pull in r.pulls:
-            self._pull(pull, _STAGED)
-        for i, message in enumerate(r.receives):
-            self.receives[number][i].wait(self.deadline)
-            if message.copies is not None:
-                message.copies.run()
-                self.tally.staged += message.copies.nbytes
-        self.receives[number].clear()
-        for reader in sorted(r.landed_readers):
-            self._tell(reader, _LANDED)
-        for pull in r.landed:
-            self._pull(pull, _LANDED)
-        for owner in sorted(r.owners):
-            self._tell(owner, _READ)
-
-    def _pull(self, pull: Pull, tag: int) -> None:
-        if pull.staged:
-            self._hear(pull.owner, tag)
-        pull.copies.run()
-        self.tally.pulled += pull.copies.nbytes
-
-    def _tell(self, peer: int, tag: int) -> None:
-        self.endpoint.channel.send(peer, tag, deadline=self.deadline)
-
-    def _hear(self, peer: int, tag: int) -> None:
-        self.endpoint.channel.take(peer, tag, deadline=self.deadline, strict=False)
-
-    def _late(self, number: int) -> TransferTimeout:
-        return TransferTimeout(
-            f"the deadline passed before round {number} of {len(self.program.rounds)} at member {self.endpoint.rank}; "
-            "nobody in particular is late: give a longer deadline"
-        )
+    rounds = Rounds(program, carriage, deadline) if watch is None else WatchedRounds(program, carriage, deadline, watch)
+    return rounds.run()

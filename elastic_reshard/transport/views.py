@@ -15,10 +15,12 @@ import numpy.typing as npt
 import torch
 
 from elastic_reshard.arena import HostArena, MappedArena, locate, tensor_over
+from elastic_reshard.arena.slots import SlotReader
 from elastic_reshard.errors import ArenaError
 from elastic_reshard.layout.dtypes import itemsize
+from elastic_reshard.layout.model import ModelLayout
 
-__all__ = ["Key", "PeerViews", "Staged", "Views"]
+__all__ = ["Key", "PeerViews", "SlotViews", "Staged", "Views"]
 
 # ("s", source party, name) or ("d", target, name)
 Key = tuple[str, int, str]
@@ -136,3 +138,32 @@ class PeerViews:
         """Unmap, once no array of it is used any more."""
         for arena in self._arenas:
             arena.close()
+
+
+class SlotViews(PeerViews):
+    """A slot of one rank of a layout, as a peer's memory. The reader stays the caller's."""
+
+    def __init__(self, who: str, rank: int, reader: SlotReader, slot: int, layout: ModelLayout) -> None:
+        self.who, self.rank, self._reader, self._slot, self._layout = who, rank, reader, slot, layout
+
+    def array(self, key: Key) -> npt.NDArray[Any]:
+        """The slot's tensor, never staged. ArenaError if it is not what the layout says of this rank."""
+        reader, slot, name = self._reader, self._slot, key[2]
+        found, layout = reader.array(slot, name), self._layout[name]
+        if found.shape != layout.local_shape(self.rank) or reader.dtype(slot, name) != layout.dtype:
+            raise ArenaError(
+                f"slot {slot} of arena {reader.arena_id} holds {name} as {reader.dtype(slot, name)}{list(found.shape)}, "
+                f"but {self.who} (rank {self.rank}) said {layout.dtype}{list(layout.local_shape(self.rank) or ())}; nothing "
+                "was moved. Publish again"
+            )
+        return found
+
+    def dtype(self, key: Key) -> torch.dtype:
+        return _dtype(self._reader.dtype(self._slot, key[2]))
+
+    def tensor(self, key: Key) -> torch.Tensor:
+        self.array(key)
+        return self._reader.tensor(self._slot, key[2])
+
+    def close(self) -> None:
+        """Nothing is this one's own."""

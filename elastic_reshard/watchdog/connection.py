@@ -1,4 +1,4 @@
-"""A watchdog's end of one member's connection: who it is, what it may say when. Garbage ends this connection only."""
+"""A watchdog's end of a member's or mover's connection: who it is, what it may say when. Garbage ends this connection only."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from elastic_reshard.arena.channel import Message, close_all
 from elastic_reshard.errors import PeerLost, ProtocolError
 from elastic_reshard.log import logger
+from elastic_reshard.mover.status import StatusReader
 from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.ids import PROTOCOL
 from elastic_reshard.protocol.messages import Statement
@@ -33,11 +34,21 @@ def statement_of(raw: bytes | str) -> Statement | None:
         return None
 
 
+class Crewing(Protocol):
+    """What a mover's connection asks of its watchdog; see `movers.Movers`."""
+
+    def attach(self, connection: Connection, said: dict[str, Any], page: StatusReader) -> str: ...
+    def closed(self, connection: Connection) -> None: ...
+    def reported(self, connection: Connection, payload: bytes) -> None: ...
+
+
 class Serving(Hosting, Protocol):
-    """What a member's connection asks of its watchdog; see `service.Service`."""
+    """What a connection asks of its watchdog; see `service.Service`."""
 
     @property
     def uplink(self) -> Wakes: ...
+    @property
+    def movers(self) -> Crewing: ...
     def attach(self, connection: Connection, statement: Statement, raw: bytes) -> str: ...
     def closed(self, connection: Connection) -> None: ...
     def ended(self, name: str, how: str) -> None: ...
@@ -47,13 +58,13 @@ class Serving(Hosting, Protocol):
 
 
 class Connection:
-    """One connection, from its first byte to its end. member: its id once it has attached, else ""."""
+    """One connection, from its first byte to its end. member: its id once a member has attached, mover: a mover's; else ""."""
 
     def __init__(self, service: Serving, sock: socket.socket) -> None:
         self.service = service
         self.who = credentials(sock)
         self.wire = Wire(sock, STRANGER_LIMIT)
-        self.member = ""
+        self.member = self.mover = ""
         self._born = service.loop.time()
         self._nonce = secrets.token_hex(16)
         self._proved = False
@@ -83,9 +94,10 @@ class Connection:
 
     def beat(self, now: float) -> None:
         """A sign of life, if there is room for it; strangers have only so long to prove who they are."""
-        if not self.member and now - self._born >= self.service.deadlines.connect:
+        known = self.member or self.mover
+        if not known and now - self._born >= self.service.deadlines.connect:
             self.close("it has not attached in time")
-        elif self.member and not self.wire.pending:
+        elif known and not self.wire.pending:
             self.send(Tag.BEAT)
 
     def refuse(self, kind: str, reason: str) -> None:
@@ -144,15 +156,21 @@ class Connection:
     def _take(self, message: Message) -> None:
         """One frame. Raises ProtocolError for one that has no business here."""
         tag, payload = message.tag, message.payload
-        if tag == Tag.OFFER and self.member and len(message.fds) == 1:
-            self._offered(payload, message.fds[0])
+        one = len(message.fds) == 1
+        if one and self.member and tag in (Tag.OFFER, Tag.LANDING):
+            self._offered(payload, message.fds[0], tag == Tag.LANDING)
+            return
+        if one and self._proved and not (self.member or self.mover) and tag == Tag.MOVER:
+            self._manned(payload, message.fds[0])
             return
         if message.fds:
             close_all(message.fds)
             raise ProtocolError(f"frame {tag} with {len(message.fds)} descriptors")
         if not self._proved and tag == Tag.AUTH:
             self._authenticate(payload)
-        elif self._proved and not self.member and tag == Tag.ATTACH:
+        elif self.mover and tag == Tag.REPORT:
+            self.service.movers.reported(self, payload)
+        elif self._proved and not (self.member or self.mover) and tag == Tag.ATTACH:
             self._attach(payload)
         elif self.member:
             self._member_said(tag, payload)
@@ -220,9 +238,24 @@ class Connection:
             self.member = ""
             self.refuse("NotAMember" if "has ended" in why else "JoinRefused", why)
 
-    def _offered(self, payload: bytes, fd: int) -> None:
+    def _manned(self, payload: bytes, fd: int) -> None:
+        page = StatusReader(fd)
+        try:
+            said = _strings(payload, "mover", "member", "transfer")
+        except ProtocolError:
+            page.close()
+            raise
+        self.mover = said["mover"]
+        why = self.service.movers.attach(self, said, page)
+        if why:
+            self.mover = ""
+            self.refuse("NotAMember", why)
+
+    def _offered(self, payload: bytes, fd: int, landing: bool) -> None:
         try:
             arena = arena_of(payload)
+            if landing and arena.owner != self.member:
+                raise ProtocolError(f"a landing arena of {arena.owner} offered by {self.member}")
         except ProtocolError:
             os.close(fd)
             raise

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.docs import MemberState, PublicationState
-from elastic_reshard.protocol.messages import Ended, Hello, Statement
+from elastic_reshard.protocol.messages import Ended, Hello, LedgerSaid, MoverSaid, Statement
 from elastic_reshard.protocol.view import Farewell, Heard, Told, View
 
 __all__ = ["Guest", "House", "Relay"]
@@ -63,6 +63,7 @@ class House:
         self._heard: dict[str, int] = {}  # on this connection
         self._unsaid: dict[str, None] = {}  # members whose statement is to be passed on
         self._notices: list[Ended] = []
+        self._words: list[MoverSaid | LedgerSaid] = []  # of movers, in order
         self._told_kept: dict[str, bool] = {}  # of ended members: what the supervisor was told of their arenas
         self._beat_due = False
 
@@ -181,8 +182,13 @@ class House:
 
     def _needed(self) -> set[str]:
         tickets = {g.ticket.publication for g in self.view.groups.values() if g.ticket is not None}
-        served = [p for p in self.view.publications.values() if p.state in _SERVED or p.id in tickets]
-        return {source.arena for p in served for source in p.sources if source.host == self.host}
+        moved = {transfer.publication for transfer in self.view.transfers.values()}
+        served = [p for p in self.view.publications.values() if p.state in _SERVED or p.id in tickets or p.id in moved]
+        held = [(source.host, source.arena) for p in served for source in p.sources]
+        landings = [landing for p in served for landing in p.landings]
+        landings += [landing for transfer in self.view.transfers.values() for landing in transfer.landings]
+        held += [(landing.host, landing.arena) for landing in landings]
+        return {arena for host, arena in held if host == self.host}
 
     def _over_for(self, owner: str, now: float) -> bool:
         """The owner has ended, and the supervisor has taken in all it said, and counts on nothing of it."""
@@ -219,10 +225,12 @@ class House:
         waiting = self.expected or any(m.away_since is None and not m.settled for m in self.members.values())
         return not waiting or now - self.born >= self.deadlines.watchdog_silent / 2
 
-    def hello(self) -> bytes:
-        """The first message of a connection; what it says needs not be said again."""
+    def hello(self, movers: Sequence[MoverSaid] = (), ledgers: Sequence[LedgerSaid] = ()) -> bytes:
+        """The first message of a connection; what it says needs not be said again. movers, ledgers: all words of movers, and
+        what all landing slots hold."""
         self._unsaid.clear()
         self._notices.clear()
+        self._words.clear()
         self._heard.clear()
         self._current, self.connected = False, True
         ended = [name for name, m in self.members.items() if m.ended is not None]
@@ -238,10 +246,17 @@ class House:
             publications=tuple(self.view.publications.values()),
             groups=tuple(self.view.groups.values()),
             membership_epoch=self.view.membership_epoch,
+            movers=tuple(movers),
+            ledgers=tuple(ledgers),
         )
         for name in ended:
             self._notice(name)
         return hello.model_dump_json().encode()
+
+    def say(self, words: Sequence[MoverSaid | LedgerSaid]) -> None:
+        """Something of movers, to be said in this order; unless nobody hears us: then the next Hello says it all."""
+        if self.connected:
+            self._words += words
 
     def beat(self) -> None:
         """Time to say that we are there."""
@@ -250,18 +265,19 @@ class House:
     def outgoing(self) -> list[bytes]:
         """What is to be said to the supervisor now, once."""
         said = [b'{"kind":"stated","statement":' + self.members[name].raw + b"}" for name in self._unsaid]
-        said += [notice.model_dump_json().encode() for notice in self._notices]
+        said += [word.model_dump_json().encode() for word in (*self._notices, *self._words)]
         if self._beat_due:
             said.append(b'{"kind":"beat","revision":%d}' % self.view.revision)
         self._unsaid.clear()
         self._notices.clear()
+        self._words.clear()
         self._beat_due = False
         return said
 
     @property
     def unsaid(self) -> bool:
         """Whether `outgoing` has something."""
-        return bool(self._unsaid or self._notices or self._beat_due)
+        return bool(self._unsaid or self._notices or self._words or self._beat_due)
 
     def hear(self, said: Told | Heard | Farewell) -> Relay:
         """A message of the supervisor."""
@@ -285,6 +301,7 @@ class House:
     def cut(self) -> None:
         """The connection to the supervisor is gone."""
         self.connected = self._current = False
+        self._words.clear()
         self._told_kept.clear()
 
     # -- its own end

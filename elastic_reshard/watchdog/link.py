@@ -70,6 +70,7 @@ class HostLink(Closing):
         self._raw = statement.model_dump_json().encode()
         self._unsent = False
         self._shelf = Shelf()
+        self._landings: set[str] = set()  # of the shelf's arenas, those in which this member lands
         self._found: Found | None = None
         self._connected = False
         self._failure: ReshardError | None = None
@@ -119,17 +120,28 @@ class HostLink(Closing):
 
     def offer(self, arena: str, fd: int, table: bytes) -> None:
         """Offer an arena of this member's own; `fd` is duplicated, and stays the caller's. Never waits."""
+        self._offer(Tag.OFFER, arena, fd, table)
+
+    def offer_landing(self, arena: str, fd: int, table: bytes) -> None:
+        """Offer a landing arena of this member's own with a read-write `fd`, for its mover to write; others are given it to
+        read. It is duplicated, and stays the caller's; a new watchdog is offered it again. Never waits. Raises NotAMember."""
+        self._offer(Tag.LANDING, arena, fd, table)
+
+    def _offer(self, tag: Tag, arena: str, fd: int, table: bytes) -> None:
         with self._lock:
             self._check()
             copy = os.dup(fd)
             self._shelf.put(arena, self._member, table, copy)
-            self._send(Tag.OFFER, arena_payload(arena, self._member, table), (copy,))
+            if tag is Tag.LANDING:
+                self._landings.add(arena)
+            self._send(tag, arena_payload(arena, self._member, table), (copy,))
 
     def withdraw(self, arena: str) -> None:
         """Give up an arena of this member's own: nobody gets it any more, and others let go of it. Never waits."""
         with self._lock:
             if self._shelf.owner(arena) == self._member:
                 self._shelf.drop(arena)
+                self._landings.discard(arena)
                 self._send(Tag.WITHDRAW, arena.encode())
 
     def arena(self, arena: str, deadline: float) -> HeldArena:
@@ -314,7 +326,8 @@ class HostLink(Closing):
             self._unsent = False
             self._send(Tag.ATTACH, self._raw)
             for arena, kept in self._shelf.arenas.items():
-                self._send(Tag.OFFER, arena_payload(arena, kept.owner, kept.table), (kept.fd,))
+                tag = Tag.LANDING if arena in self._landings else Tag.OFFER
+                self._send(tag, arena_payload(arena, kept.owner, kept.table), (kept.fd,))
             self._send(Tag.SETTLED)
 
     def _flush(self, found: Found) -> None:

@@ -4,27 +4,25 @@
                <host>.lock   whoever starts, replaces or ends a watchdog holds its flock; names the watchdog being started
                <host>.json   who the watchdog is, and its members (`Record`); a replacement reads it
                <host>.log    the watchdog's log
+               ~nursery.*    socket, lock and log of the machine's nursery (`mover.nursery`); no host has such a name
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import select
-import signal
 import stat
 import tempfile
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from elastic_reshard.errors import MembershipError, ProtocolError
+from elastic_reshard.protocol.processes import Lock, condemn, end_process, started
 
 __all__ = [
+    "Deckhand",
     "Lock",
     "Paths",
     "Record",
@@ -76,6 +74,11 @@ class Paths:
             )
         return cls(base, folder, name)
 
+    @classmethod
+    def of_nursery(cls, job: str, runtime: Path | None = None) -> Paths:
+        """Those of the nursery that all hosts of one job on one machine share."""
+        return cls.of(job, "~nursery", runtime)
+
     def _file(self, end: str) -> Path:
         return self.folder / f"{self.name}.{end}"
 
@@ -123,69 +126,6 @@ def _too_long(folder: Path, name: str) -> bool:
     return len(os.fsencode(folder / f"{name}.sock")) > _LONGEST_SOCKET - len(".new")
 
 
-class Lock:
-    """The lock file of a host, held by an open description: also by a child that inherits the descriptor.
-
-    take() never waits. Whoever holds it may remove the file; a taker looks whether its file is still the one there."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.fd = -1
-
-    def take(self) -> bool:
-        """Whether it is ours now."""
-        try:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except FileNotFoundError:  # its folder has just been removed
-            return False
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            there = os.stat(self._path)
-        except (BlockingIOError, FileNotFoundError):
-            os.close(fd)
-            return False
-        if (there.st_ino, there.st_dev) != (os.fstat(fd).st_ino, os.fstat(fd).st_dev):
-            os.close(fd)
-            return False
-        self.fd = fd
-        return True
-
-    def sign(self) -> None:
-        """Write into the file who holds it: this process."""
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, json.dumps([os.getpid(), started(os.getpid())]).encode(), 0)
-
-    def clear(self) -> None:
-        """Write that nobody in particular holds it."""
-        os.ftruncate(self.fd, 0)
-
-    def holder(self) -> tuple[int, int] | None:
-        """The (pid, start) that is written in the file, whoever holds the lock now."""
-        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
-            pid, start = json.loads(self._path.read_text())
-            return int(pid), int(start)
-        return None
-
-    def remove(self) -> None:
-        """Remove the file, while it is held."""
-        self._path.unlink(missing_ok=True)
-
-    def release(self) -> None:
-        """Give it back (a child that inherited it keeps it). May be called again."""
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            os.close(fd)
-
-
-def started(pid: int) -> int:
-    """When a process started, in clock ticks since boot: with its pid this names it for ever. 0 if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])
-
-
 @dataclass(frozen=True, slots=True)
 class Resident:
     """A member in a watchdog's record. ended: how it ended, None while it lives; then `statement` is its last, as JSON."""
@@ -197,13 +137,24 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
+class Deckhand:
+    """A mover in a watchdog's record. transfer: the last that it was given, "" for none."""
+
+    member: str
+    pid: int
+    start: int
+    transfer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
-    """A watchdog, and the members it served when it last wrote."""
+    """A watchdog, and the members it served when it last wrote, and their movers that lived."""
 
     pid: int
     start: int
     watchdog: str
     members: dict[str, Resident] = field(default_factory=dict)
+    movers: dict[str, Deckhand] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Replace the file as a whole."""
@@ -222,7 +173,8 @@ def read_record(path: Path) -> Record | None:
     try:
         data: dict[str, Any] = json.loads(path.read_text())
         members = {str(name): Resident(**resident) for name, resident in data["members"].items()}
-        return Record(int(data["pid"]), int(data["start"]), str(data["watchdog"]), members)
+        movers = {str(name): Deckhand(**hand) for name, hand in data.get("movers", {}).items()}
+        return Record(int(data["pid"]), int(data["start"]), str(data["watchdog"]), members, movers)
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -231,28 +183,3 @@ def running(job: str, host: str, runtime: Path | None = None) -> Record | None:
     """The watchdog of a host that runs now (frozen ones too), or None. For tests and tools."""
     record = read_record(Paths.of(job, host, runtime).record)
     return record if record is not None and record.alive else None
-
-
-def end_process(pid: int, start: int, within: float) -> bool:
-    """SIGKILL the process that started at `start`, and wait for its end, up to `within` seconds; whether it has ended."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return started(pid) != start or condemn(pidfd, within)
-    finally:
-        os.close(pidfd)
-
-
-def condemn(pidfd: int, within: float) -> bool:
-    """SIGKILL by pidfd and proof of death, waiting up to `within` seconds for it; whether it came."""
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    deadline = time.monotonic() + within
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    while not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        if time.monotonic() >= deadline:
-            return False
-    return True

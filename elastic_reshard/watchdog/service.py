@@ -20,11 +20,12 @@ from elastic_reshard.errors import ProtocolError
 from elastic_reshard.log import logger
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.hooks import hook
-from elastic_reshard.protocol.messages import Statement
+from elastic_reshard.protocol.messages import LedgerSaid, MoverSaid, Statement
 from elastic_reshard.protocol.view import Told, read_down
 from elastic_reshard.protocol.wire import Arena, Tag, arena_payload
 from elastic_reshard.watchdog.connection import Connection, statement_of
 from elastic_reshard.watchdog.core import House, Relay
+from elastic_reshard.watchdog.movers import Movers
 from elastic_reshard.watchdog.runtime import Lock, Paths, Record, Resident, read_record, started
 from elastic_reshard.watchdog.uplink import Uplink
 
@@ -48,12 +49,15 @@ class Service:
         self.house = House(self.job, self.host, platform.node(), self.instance, deadlines, self.loop.time())
         self.done = asyncio.Event()
         self.uplink = Uplink(self)
+        self.movers = Movers(self, settings)
         self._connections: set[Connection] = set()
         self._attached: dict[str, Connection] = {}
         self._pidfds: dict[str, tuple[int, int, int]] = {}  # member -> pidfd, pid, start
         self._arenas: dict[str, tuple[int, bytes]] = {}  # arena -> O_RDONLY descriptor, table
         self._listener: socket.socket | None = None
         self._inode = (0, 0)
+        self._going_since: float | None = None
+        self._orderly = False
         self._connection_state = json.dumps({"connected": False, "kind": "", "reason": "not connected yet"}).encode()
 
     # -- beginning and end
@@ -73,6 +77,7 @@ class Service:
         self.loop.add_reader(listener.fileno(), self._accept)
         self.write_record()
         self.loop.call_soon(self._tick)
+        self.loop.call_soon(self.movers.begin)
         _log.info("watchdog.listening", job=self.job, host=self.host, watchdog=self.instance, pid=os.getpid())
         hook("watchdog.listening")
 
@@ -88,6 +93,8 @@ class Service:
         for name, (ended, _) in found.items():
             if ended is None and record is not None:
                 self._watch(name, record.members[name].pid, record.members[name].start)
+        if record is not None:
+            self.movers.inherit(record)
 
     def _socket_file(self) -> tuple[int, int]:
         try:
@@ -104,7 +111,8 @@ class Service:
             said = member.raw.decode() if member.ended is not None and member.raw else None
             members[name] = Resident(pid, start, member.ended, said)
         try:
-            Record(os.getpid(), started(os.getpid()), self.instance, members).write(self.paths.record)
+            record = Record(os.getpid(), started(os.getpid()), self.instance, members, self.movers.recorded())
+            record.write(self.paths.record)
         except OSError as error:  # a full disk, say: only a replacement would miss it
             _log.error("record.unwritten", path=str(self.paths.record), error=str(error))
 
@@ -122,10 +130,19 @@ class Service:
 
     def _judge(self) -> None:
         """Go, if there is nothing to guard any more."""
-        why = "" if self.done.is_set() else self.house.departure(self.loop.time())
-        if why and self._depart():
+        now = self.loop.time()
+        why = "" if self.done.is_set() else self.house.departure(now)
+        if not why:
+            return
+        if not self.movers.end_all("the watchdog goes: " + why):
+            # A mover whose end is not seen hangs in the kernel: nothing that we could wait for.
+            self._going_since = self._going_since or now
+            if now - self._going_since < 2 * self.deadlines.proof_of_death:
+                return
+        if self._depart():
             hook("watchdog.exiting")
             _log.info("watchdog.exits", host=self.host, why=why)
+            self._orderly = True
             self.done.set()
 
     def _depart(self) -> bool:
@@ -194,6 +211,8 @@ class Service:
     def closed(self, connection: Connection) -> None:
         """A connection has been closed."""
         self._connections.discard(connection)
+        if connection.mover:
+            self.movers.closed(connection)
         name = connection.member
         if name and self._attached.get(name) is connection:
             del self._attached[name]
@@ -256,6 +275,11 @@ class Service:
             for other in list(self._attached.values()):
                 if other is not connection:
                     self._pass_on(arena.arena, other)
+            self.movers.act()
+
+    def held(self, arena: str) -> tuple[int, bytes]:
+        """An arena that is kept: (our O_RDONLY descriptor, its table)."""
+        return self._arenas[arena]
 
     def _pass_on(self, arena: str, to: Connection) -> None:
         fd, table = self._arenas[arena]
@@ -268,6 +292,7 @@ class Service:
         for arena in arenas:
             fd, _ = self._arenas.pop(arena)
             os.close(fd)
+            self.movers.dropped(arena)
             _log.info("arena.dropped", arena=arena)
             for connection in list(self._attached.values()):
                 connection.send(Tag.DROPPED, arena.encode())
@@ -278,9 +303,31 @@ class Service:
         self.drop(self.house.sweep(self.loop.time()))
         if len(self.house.members) != before:
             self.write_record()
+        self.movers.act()
         self.uplink.wake()
 
     # -- the supervisor
+
+    def ready(self) -> bool:
+        """Whether to introduce ourselves to the supervisor."""
+        now = self.loop.time()
+        return self.house.ready(now) and self.movers.crew.ready(now)
+
+    def hello(self) -> bytes:
+        """The first message of a connection."""
+        crew = self.movers.crew
+        crew.refresh()
+        crew.unsaid.clear()
+        return self.house.hello(tuple(crew.words.values()), self.movers.ledgers())
+
+    def refresh(self) -> None:
+        """A beat is due."""
+        self.movers.refresh()
+
+    def say(self, said: list[MoverSaid | LedgerSaid]) -> None:
+        """Tell the supervisor something of movers."""
+        self.house.say(said)
+        self.uplink.wake()
 
     def told(self, raw: bytes) -> Relay:
         """A message of the supervisor has come. Raises pydantic's ValidationError if it is none."""
@@ -315,6 +362,7 @@ class Service:
         """Say the last words, close everything."""
         self.close_listener()
         await self.uplink.close(_LAST_WORDS)
+        self.movers.close(self._orderly)
         for connection in list(self._connections):
             connection.close("the watchdog goes")
         for name in list(self._pidfds):

@@ -22,7 +22,8 @@ class HostConfig:
     """Which watchdog a member wants: of which host of which job, and how it reaches the supervisor.
 
     url: http://HOST:PORT of the supervisor. token: the job's. runtime: the runtime folder, None for the usual one.
-    host: a name; two names on one machine are two hosts.
+    host: a name; two names on one machine are two hosts. work: what movers do their work with, and nothing loaded before
+    (`mover.process.Work`, by dotted name): only this package's tests say it.
     """
 
     job: str
@@ -31,6 +32,7 @@ class HostConfig:
     token: str = field(repr=False)
     runtime: Path | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
+    work: str = ""
 
     @property
     def paths(self) -> Paths:
@@ -48,6 +50,7 @@ class HostConfig:
             "log": str(self.paths.log),
             "deadlines": self.deadlines.to_data(),
             "lock": lock,
+            **({"work": self.work, "preload": []} if self.work else {}),
         }
 
 

@@ -35,6 +35,9 @@ class Reporting(Hosting, Protocol):
     """What the uplink tells its watchdog; see `service.Service`."""
 
     def told(self, raw: bytes) -> Relay: ...
+    def ready(self) -> bool: ...
+    def hello(self) -> bytes: ...
+    def refresh(self) -> None: ...
     def connection_state(self, connected: bool, kind: str = "", reason: str = "") -> None: ...
 
 
@@ -58,8 +61,7 @@ class Uplink:
         """For ever; cancel it."""
         client = await asyncio.to_thread(importlib.import_module, "websockets.asyncio.client")
         exceptions = await asyncio.to_thread(importlib.import_module, "websockets.exceptions")
-        house, loop = self._service.house, self._service.loop
-        while not house.ready(loop.time()):
+        while not self._service.ready():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), self._service.deadlines.watchdog_beat)
             self._wake.clear()
@@ -151,7 +153,7 @@ class Uplink:
 
     async def _speak(self, socket: ClientConnection) -> None:
         house = self._service.house
-        await socket.send(house.hello(), text=True)
+        await socket.send(self._service.hello(), text=True)
         while True:
             self._flushed.clear()
             for said in house.outgoing():
@@ -164,6 +166,7 @@ class Uplink:
     async def _beats(self) -> None:
         while True:
             await asyncio.sleep(self._service.deadlines.beat)
+            self._service.refresh()
             self._service.house.beat()
             self._wake.set()
 

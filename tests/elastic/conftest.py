@@ -18,11 +18,13 @@ def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
     """A world with a supervisor that runs; deadlines and policies by name."""
     with ExitStack() as stack:
 
-        def make(start: bool = True, token: str | None = None, **changes: Any) -> World:
+        def make(start: bool = True, token: str | None = None, **given: Any) -> World:
+            special = {k: given[k] for k in ("cell", "hooks") if k in given}
+            changes = {k: v for k, v in given.items() if k not in special}
             timing = {k: v for k, v in changes.items() if k in Deadlines.__dataclass_fields__}
             policies = {k: v for k, v in changes.items() if k in Policies.__dataclass_fields__}
             assert len(timing) + len(policies) == len(changes)
-            settings = Settings(Deadlines(**({"orphan_hold": 2.0} | timing)), Policies(**policies), token)
+            settings = Settings(Deadlines(**({"orphan_hold": 2.0} | timing)), Policies(**policies), token, **special)
             world = stack.enter_context(World(tmp_path, settings))
             if start:
                 world.start_supervisor()

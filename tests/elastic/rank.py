@@ -98,6 +98,7 @@ class Seat:
     rank: int
     roles: tuple[str, ...]
     host: str = "a"
+    environ: Mapping[str, str] = field(default_factory=dict)  # of what this process starts
 
 
 @dataclass
@@ -186,6 +187,7 @@ def join(
 ) -> dict[str, Any]:
     """Join with tensors of the model; `extra` makes more arguments, in this process."""
     state.seat = seat
+    os.environ.update(seat.environ)
     given: dict[str, Any] = {}
     for role in seat.roles:
         turned = turn if turn is not None else int(role == "destination")

@@ -11,16 +11,18 @@ Every wait has a limit that only catches hangs; `Late` is then raised with the s
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from elastic_reshard.protocol import hooks
 from elastic_reshard.protocol.deadlines import Deadlines, Policies
 from elastic_reshard.protocol.view import Told
 from elastic_reshard.supervisor.client import SupervisorClient
@@ -37,8 +39,10 @@ T = TypeVar("T")
 class Gang(Sequence[Actor]):
     """A group's processes, by rank."""
 
-    def __init__(self, world: World, name: str, size: int, roles: tuple[str, ...]) -> None:
+    def __init__(self, world: World, name: str, size: int, roles: tuple[str, ...], hosts: Sequence[str] = ("a",)) -> None:
         self.world, self.name, self.size, self.roles = world, name, size, roles
+        self.hosts = tuple(hosts[rank * len(hosts) // size] for rank in range(size))
+        world.hosts |= set(self.hosts)
         self.actors: list[Actor] = [world.actor(f"{name}-{rank}") for rank in range(size)]
         self._starts = 0
 
@@ -54,7 +58,11 @@ class Gang(Sequence[Actor]):
     def seat(self, rank: int, **changes: Any) -> on.Seat:
         """Where a rank takes part."""
         w = self.world
-        return replace(on.Seat(w.url, str(w.runtime), w.token, self.name, self.size, rank, self.roles), **changes)
+        environ = {hooks.VARIABLE: json.dumps(w.settings.hooks)} if w.settings.hooks else {}
+        seat = on.Seat(
+            w.url, str(w.runtime), w.token, self.name, self.size, rank, self.roles, self.hosts[rank], environ
+        )
+        return replace(seat, **changes)
 
     def begin(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Call]:
         """Call a function in all."""
@@ -155,11 +163,14 @@ def same(found: Sequence[T]) -> T:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a world is set up. The hold is short, so that a world without a supervisor ends soon."""
+    """How a world is set up. The hold is short, so that a world without a supervisor ends soon. hooks: faults in watchdogs,
+    nurseries and movers from their start."""
 
     deadlines: Deadlines = field(default_factory=lambda: Deadlines(orphan_hold=2.0))
     policies: Policies = field(default_factory=Policies)
     token: str | None = None
+    cell: int = 1 << 12
+    hooks: Mapping[str, Any] = field(default_factory=dict)
 
 
 class World:
@@ -171,6 +182,7 @@ class World:
         self.runtime.mkdir(mode=0o700)
         self.journal = folder / "journal.sqlite"
         self.job = "job"
+        self.hosts: set[str] = set()
         self.url, self.token, self.term, self._port = "", self.settings.token, 0, 0
         self._actors: list[Actor] = []
         self.supervisor: Actor | None = None
@@ -189,13 +201,20 @@ class World:
         """It was closed already."""
         self._actors.remove(actor)
 
-    def trainer(self, size: int = 2, name: str = "trainer") -> Gang:
-        """A trainer gang's processes; they have not joined."""
-        return Gang(self, name, size, ("source",))
+    def trainer(self, size: int = 2, name: str = "trainer", hosts: Sequence[str] = ("a",)) -> Gang:
+        """A trainer gang's processes, spread over the hosts in order; they have not joined."""
+        return Gang(self, name, size, ("source",), hosts)
 
-    def engine(self, number: int = 0, size: int = 2) -> Gang:
-        """An engine's processes; they have not joined."""
-        return Gang(self, f"engine{number}", size, ("destination",))
+    def engine(self, number: int = 0, size: int = 2, hosts: Sequence[str] = ("a",)) -> Gang:
+        """An engine's processes, spread over the hosts in order; they have not joined."""
+        return Gang(self, f"engine{number}", size, ("destination",), hosts)
+
+    def join(self, *gangs: Gang, **kwargs: Any) -> None:
+        """All of several gangs join at the same time."""
+        seats = [(actor, gang.seat(rank)) for gang in gangs for rank, actor in enumerate(gang)]
+        joined = results([actor.begin(on.join, seat, **kwargs) for actor, seat in seats])
+        for (actor, _), told in zip(seats, joined, strict=True):
+            actor.id = told["id"]
 
     def both(self) -> tuple[Gang, Gang]:
         """A trainer gang and an engine; they join at the same time."""
@@ -215,6 +234,7 @@ class World:
         told = actor.do(on.serve, Options(
             job=self.job, port=self._port if port is None else port, journal=self.journal, token=self.settings.token,
             policies=self.settings.policies, deadlines=self.settings.deadlines, runtime=self.runtime,
+            cell=self.settings.cell,
         ))  # fmt: skip
         assert told["term"] == self.term + 1, "each start takes the next term"
         self.supervisor, self.term, self.token = actor, told["term"], told["token"]
@@ -233,6 +253,25 @@ class World:
     def watchdog(self, host: str = "a") -> Any:
         """The host's watchdog that runs now, or None."""
         return watchdogs.running(self.job, host, self.runtime)
+
+    def movers(self, host: str | None = None) -> dict[str, int]:
+        """Process of each mover, by member, on a host or on all."""
+        found = {}
+        for name in [host] if host is not None else sorted(self.hosts):
+            record = self.watchdog(name)
+            hands = record.movers.values() if record is not None else ()
+            found |= {hand.member: hand.pid for hand in hands if watchdogs.started(hand.pid) == hand.start}
+        return found
+
+    def mover(self, member: str) -> int:
+        """Process of a member's mover, once there is one."""
+        found: int = until(lambda: self.movers().get(member), f"{member} has a mover")
+        return found
+
+    def transfer(self, state: str = "running", limit: float = LIMIT) -> Any:
+        """The transfer in hand, once it is in a state."""
+        view = self.until(lambda v: any(t and t.state == state for t in v.transfers.values()), f"one is {state}", limit)
+        return next(t for t in view.transfers.values() if t is not None and t.state == state)
 
     # -- what the supervisor says
 
@@ -288,7 +327,7 @@ class World:
 
     def close(self, quiet: bool = False) -> None:
         """Kill what is left of the members, end the job, and see the watchdog go by itself."""
-        last = self.watchdog()
+        last = any(self.watchdog(host) is not None for host in self.hosts)
         supervisor = self.supervisor
         try:
             for actor in self._actors:
@@ -297,16 +336,16 @@ class World:
             if supervisor is not None and supervisor.process.exitcode is None:
                 supervisor.cont()
                 supervisor.do(on.stop_serving, True)
-            if not quiet and last is not None:
+            if not quiet and last:
                 hold = self.settings.deadlines.orphan_hold if supervisor is None else 0.0
-                until(lambda: self.watchdog() is None or None, "the watchdog has gone by itself", hold + 5.0)
+                until(lambda: not any(map(self.watchdog, self.hosts)) or None, "watchdogs have gone by themselves", hold + 5.0)
                 # Without a supervisor nobody says that the job is over: its place stays written down.
                 kept = {f"{self.job}/url", f"{self.job}/token"} if supervisor is None else set()
                 until(lambda: not set(self._files()) - kept, f"nothing but {kept} is left in the runtime folder", 3.0)
         finally:
             if supervisor is not None:
                 supervisor.close()
-            for host in ("a",):
+            for host in self.hosts:
                 found = self.watchdog(host)
                 if found is not None:
                     watchdogs.end_process(found.pid, found.start, 5.0)

@@ -13,13 +13,20 @@ from elastic_reshard.protocol.docs import (
     EraDoc,
     GroupDoc,
     GroupState,
+    LandedDoc,
+    LandingDoc,
+    MemberDoc,
+    MemberState,
+    PartyDoc,
     PublicationDoc,
     PublicationState,
     SourceDoc,
     TicketDoc,
+    TransferDoc,
+    TransferState,
     VerdictDoc,
 )
-from elastic_reshard.protocol.messages import Fill, GroupSpec
+from elastic_reshard.protocol.messages import Fill, GroupSpec, Landing
 from elastic_reshard.protocol.view import Farewell, Heard, Told
 
 ME, OTHER = f"a@{0:016x}", f"b@{1:016x}"
@@ -324,3 +331,153 @@ def test_a_heard_before_its_view_counts_only_with_it(world: World) -> None:
     world.hear(1)
     world.hear(0)
     assert world.core.heard == 1
+
+
+# -- landing
+
+
+class Hosts:
+    """A destination member on host "h", and what the view shows of other hosts."""
+
+    def __init__(self, roles: frozenset[Any] = frozenset({"destination"})) -> None:
+        self.core = MemberCore(ME, GroupSpec(name="g", size=2, rank=0), roles, "h", 1)
+        self.revision = 0
+        self.group = GroupDoc(name="g", size=2, roles=roles, members=(ME, OTHER), whole=True, state=GroupState.STALE,
+                              destination_layout="L1")  # fmt: skip
+        self.tell()
+
+    def tell(self, **documents: Any) -> None:
+        committed = documents.pop("committed", "")
+        told = Told(term=1, instance="i", base=self.revision, revision=self.revision + 1, membership_epoch=1,
+                    committed=committed, groups={"g": self.group}, **documents)  # fmt: skip
+        assert self.core.hear(told)
+        self.revision += 1
+
+    def member(self, name: str, host: str, role: Any, state: MemberState = MemberState.LIVE) -> None:
+        doc = MemberDoc(id=name, group="t", rank=0, roles=frozenset({role}), host=host, state=state)
+        self.tell(members={name: doc})
+
+    def change(self, **group: Any) -> None:
+        self.group = self.group.model_copy(update=group)
+        self.tell()
+
+
+def doc_of(
+    state: PublicationState, sources: list[str], landings: dict[str, str] | None = None, **more: Any
+) -> PublicationDoc:
+    return PublicationDoc(
+        id="p1", weight_version=1, label=None, extras={}, group="t", seq=1, layout="S", state=state,
+        sources=tuple(SourceDoc(member=f"t{r}", rank=r, host=h, arena="a", slot=0, generation=2)
+                      for r, h in enumerate(sources)),
+        landings=tuple(LandingDoc(member="x", group="g", rank=0, host=host, layout="L1", arena=arena, slot=0)
+                       for arena, host in (landings or {}).items()), **more,
+    )  # fmt: skip
+
+
+def test_a_landing_arena_is_wanted_when_weights_may_come_from_another_host() -> None:
+    here = Hosts()
+    assert not here.core.wants_landing()
+    here.member(ME, "h", "destination")
+    here.member("t0", "h", "source")
+    assert not here.core.wants_landing()
+    here.member("e", "far", "destination")
+    assert not here.core.wants_landing()  # the trainer is here
+    for state, wanted in (
+        (MemberState.JOINING, True),
+        (MemberState.LIVE, True),
+        (MemberState.LEAVING, True),
+        (MemberState.ORPHANED, True),
+        (MemberState.LOST, False),
+        (MemberState.FORFEIT, False),
+        (MemberState.REFUSED, False),
+    ):
+        here.member("t1", "far", "source", state)
+        assert here.core.wants_landing() is wanted, state
+        assert (here.core.landing_due() == "L1") is wanted
+    here.member("t0", "h", "source", MemberState.LOST)
+    assert here.core.wants_landing()  # no trainer anywhere, but `e` may have it
+    here.tell(members={"e": None})
+    assert not here.core.wants_landing()
+    for state, sources, landings, wanted in (
+        (MOVING, ["far"], {}, True),
+        (COMMITTED, ["h", "far"], {}, True),
+        (COMMITTED, ["h"], {"aa": "far"}, True),
+        (COMMITTED, ["h"], {"aa": "h"}, False),
+        (RELEASED, ["far"], {}, False),
+        (ABANDONED, ["far"], {}, False),
+    ):
+        here.tell(publications={"p1": doc_of(state, sources, landings)})
+        assert here.core.wants_landing() is wanted, (state, sources, landings)
+
+
+def test_sources_and_groups_that_are_not_admitted_make_no_landing_arena() -> None:
+    trainer = Hosts(frozenset({"source"}))
+    trainer.member("t1", "far", "source")
+    assert not trainer.core.wants_landing()
+    here = Hosts()
+    here.member("t1", "far", "source")
+    here.change(whole=False)
+    assert here.core.wants_landing()
+    assert here.core.landing_due() is None
+    here.change(whole=True, destination_layout=None)
+    assert here.core.landing_due() is None
+    here.change(destination_layout="L1")
+    assert here.core.landing_due() == "L1"
+
+
+def test_a_landing_arena_is_stated_and_goes_with_its_layout_once_nothing_needs_it() -> None:
+    here = Hosts()
+    here.member("t1", "far", "source")
+    assert here.core.statement().landing is None
+    first = Landing(arena="a1", cells=3, cell=64, nbytes=999)
+    here.core.new_landing(first, "L1")
+    assert here.core.landing_due() is None
+    assert here.core.statement().landing == first
+    here.change(whole=False, destination_layout=None)  # of a supervisor that must examine again
+    assert here.core.statement().landing == first
+    here.tell(publications={"p1": doc_of(COMMITTED, ["far"], {"a1": "h"})})
+    here.change(whole=True, destination_layout="L2")
+    assert here.core.unsaid
+    assert here.core.statement().landing is None
+    assert here.core.landing_due() == "L2"
+    second = Landing(arena="a2", cells=4, cell=64)
+    here.core.new_landing(second, "L2")
+    assert here.core.statement().landing == second
+    assert not here.core.has_unused_landings()
+    party = PartyDoc(group="g", layout="L1", members=(0,))
+    moving = TransferDoc(
+        id="x1", publication="p1", epoch=1, state=TransferState.RUNNING, members=("m",), hosts=("h",), source=party,
+        destinations=(party,), landings=doc_of(MOVING, [], {"a1": "h"}).landings, cell=64, message=64, staging=512, plan="ab",
+    )  # fmt: skip
+    here.tell(publications={"p1": doc_of(RELEASED, ["far"], {"a1": "h"})}, transfers={"x1": moving})
+    assert here.core.unused_landings() == []
+    here.tell(transfers={"x1": None})
+    assert here.core.has_unused_landings()
+    assert here.core.unused_landings() == ["a1"]
+    assert here.core.unused_landings() == []
+
+
+def test_installable_is_what_has_arrived_on_the_hosts_of_all_ranks() -> None:
+    here = Hosts()
+
+    def told(**more: Any) -> bool:
+        here.tell(publications={"p1": doc_of(COMMITTED, **more)}, committed="p1")
+        return here.core.installable() is not None
+
+    def landed(host: str, *ranks: int, layout: str = "L1") -> LandedDoc:
+        return LandedDoc(host=host, layout=layout, ranks=ranks)
+
+    assert told(sources=["h", "h"])
+    assert not told(sources=["h", "far"])
+    assert not told(sources=["far"], landed=(landed("h", 0), landed("far", 1)))
+    assert not told(sources=["far"], landed=(landed("h", 0, 1, layout="L2"),))
+    assert told(sources=["far"], landed=(landed("h", 0, 1),))
+    here.member(OTHER, "g2", "destination")
+    assert not told(sources=["far"], landed=(landed("h", 0, 1),))
+    assert told(sources=["far"], landed=(landed("h", 0), landed("g2", 1)))
+    here.member(OTHER, "h", "destination")
+    here.change(state=GroupState.COMPLETE)
+    assert told(sources=["h", "far"])  # by a replica that is here
+    assert not told(sources=["far"])
+    here.change(state=GroupState.LANDING)
+    assert not told(sources=["h", "far"])

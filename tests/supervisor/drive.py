@@ -324,7 +324,11 @@ class Stage:
     def do_holds(self, name: str, publication: str, bits: str = "bits") -> None:
         """What a landing slot holds."""
         member = self.members[name]
-        doc = next(p for p in self.job.publications[publication].doc.landings if p.member == member.member)
+        found = self.job.publications.get(publication)
+        doc = next((p for p in found.doc.landings if p.member == member.member), None) if found is not None else None
+        if doc is None:
+            self.out.append(f"{name} lands nothing of {publication}")
+            return
         said = LedgerSaid(
             member=member.member,
             arena=doc.arena,

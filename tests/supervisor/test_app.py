@@ -28,7 +28,8 @@ def test_every_call_wants_the_token(start: Start) -> None:
     supervisor = start()
     assert httpx.get(f"{supervisor.url}/v1/health").json() == {"status": "ok"}
     paths = httpx.get(f"{supervisor.url}/openapi.json").json()["paths"]
-    assert {"/v1/view", "/v1/fragments/{fragment}", "/v1/groups/{group}/leave"} <= set(paths)
+    wanted = {"/v1/view", "/v1/fragments/{fragment}", "/v1/groups/{group}/leave", "/v1/hosts/{host}/drain", "/v1/grow"}
+    assert wanted <= set(paths)
     tried = 0
     for path, methods in paths.items():
         for method in methods:
@@ -40,7 +41,7 @@ def test_every_call_wants_the_token(start: Start) -> None:
                 assert "token" in problem(answer, 401)
                 assert answer.headers["www-authenticate"] == "Bearer"
                 tried += 1
-    assert tried >= 14 * 6
+    assert tried >= 21 * 6
     assert "swagger" in httpx.get(f"{supervisor.url}/docs").text
     found = call(supervisor, "GET", "/v1/health").json()
     assert (found["job"], found["term"], found["instance"]) == ("job", 1, supervisor.instance)
@@ -114,6 +115,9 @@ def test_garbage_gets_a_problem_document(start: Start) -> None:
         call(supervisor, "PUT", "/v1/policies", json=policies | {"min_groups": -1}), 422
     )
     problem(call(supervisor, "PUT", "/v1/policies", json=policies | {"unknown": 1}), 422)
+    assert "min_rate must be positive" in problem(
+        call(supervisor, "PUT", "/v1/policies", json=policies | {"min_rate": 0}), 422
+    )
     problem(call(supervisor, "GET", "/v1/events?after=-1"), 422)
     problem(call(supervisor, "GET", "/v1/events?limit=x"), 422)
     assert call(supervisor, "GET", "/v1/policies").json() == policies

@@ -14,7 +14,7 @@ from typing import Any
 
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.watchdog.link import HostConfig
-from tests.watchdog.world import JOB, Local
+from tests.watchdog.world import JOB, Local, landing
 
 
 def say(what: Any) -> None:
@@ -23,7 +23,13 @@ def say(what: Any) -> None:
 
 def serve(said: dict[str, Any]) -> None:
     config = HostConfig(
-        JOB, said["host"], said["url"], said["token"], Path(said["runtime"]), Deadlines(**said["deadlines"])
+        JOB,
+        said["host"],
+        said["url"],
+        said["token"],
+        Path(said["runtime"]),
+        Deadlines(**said["deadlines"]),
+        said["work"],
     )
     local = Local(config, said["name"])
     if said["mode"] == "thread":
@@ -66,8 +72,17 @@ def in_child(local: Local) -> int:
     return sum("memfd" in target or "socket" in target or "eventfd" in target for target in mine)
 
 
+def land(local: Local, cells: int = 8) -> str:
+    """Offer a landing arena."""
+    arena, fd, table = landing(cells)
+    local.link.offer_landing(arena, fd, table)
+    os.close(fd)
+    return arena
+
+
 DO: dict[str, Callable[..., Any]] = {
     "offer": Local.offer,
+    "land": land,
     "values": lambda local, arena: len(local.values(arena)),
     "state": Local.state,
     "instance": lambda local: local.link.watchdog_instance,

@@ -24,7 +24,7 @@ from websockets.http11 import Request, Response
 from websockets.sync.server import Server, ServerConnection, serve
 
 from elastic_reshard.protocol.deadlines import Deadlines
-from elastic_reshard.protocol.docs import MemberDoc, MemberState
+from elastic_reshard.protocol.docs import MemberDoc, MemberState, PublicationDoc, TransferDoc
 from elastic_reshard.protocol.ids import incarnation, member_id
 from elastic_reshard.protocol.messages import Beat, Ended, GroupSpec, Hello, Stated, Statement, read_up
 from elastic_reshard.protocol.view import Farewell, Heard, Told
@@ -64,6 +64,8 @@ class StandIn:
         self.term, self.revision = 1, 1
         self.instance = "i1"
         self.members: dict[str, MemberDoc] = {}
+        self.publications: dict[str, PublicationDoc] = {}
+        self.transfers: dict[str, TransferDoc] = {}
         self.ups: list[tuple[float, Any]] = []
         self.reading = threading.Event()
         self.reading.set()
@@ -103,6 +105,8 @@ class StandIn:
     def _check(self, connection: ServerConnection, request: Request) -> Response | None:
         if request.headers.get("Authorization") != f"Bearer {self.token}":
             return connection.respond(HTTPStatus.UNAUTHORIZED, "no\n")
+        if request.path.startswith("/v1/layouts/"):
+            return connection.respond(HTTPStatus.OK, json.dumps({"tensors": {}, "id": request.path.rpartition("/")[2]}))
         return None if request.path == "/v1/host" else connection.respond(HTTPStatus.NOT_FOUND, "no\n")
 
     def _serve(self, connection: ServerConnection) -> None:
@@ -148,7 +152,7 @@ class StandIn:
     def snapshot(self) -> Told:
         return Told(
             term=self.term, instance=self.instance, base=0, revision=self.revision, membership_epoch=1,
-            members=dict(self.members),
+            members=dict(self.members), publications=dict(self.publications), transfers=dict(self.transfers),
         )  # fmt: skip
 
     def tell(self, base: int | None = None, **documents: Any) -> None:
@@ -156,7 +160,11 @@ class StandIn:
         with self.lock:
             before = self.revision
             self.revision += 1
-            self.members.update(documents.get("members", {}))
+            for kind in ("members", "publications", "transfers"):
+                kept = getattr(self, kind)
+                kept.update(documents.get(kind, {}))
+                for gone in [key for key, doc in kept.items() if doc is None and kind != "members"]:
+                    del kept[gone]
             self.send(
                 Told(term=self.term, instance=self.instance, base=before if base is None else base,
                      revision=self.revision, membership_epoch=1, **documents)
@@ -255,6 +263,18 @@ def memory(start: int, count: int) -> tuple[str, int]:
     return uuid.uuid4().hex, fd
 
 
+def landing(cells: int) -> tuple[str, int, bytes]:
+    """An arena with the ledgers of a landing arena and no tensors: (id, read-write descriptor, table)."""
+    stride = 4096
+    assert 256 + cells <= stride
+    fd = os.memfd_create("landing", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 2 * stride)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    slots = [{"word": at, "publication": at + 64, "ledger": at + 256, "tensors": {}} for at in (0, stride)]
+    said = {"version": 1, "kind": "landing", "cells": cells, "cell": 1 << 20, "slots": slots}
+    return uuid.uuid4().hex, fd, json.dumps(said).encode()
+
+
 def table_of(start: int, count: int) -> bytes:
     return json.dumps({"start": start, "count": count}).encode()
 
@@ -274,7 +294,7 @@ class Agent:
 
     def __init__(self, config: HostConfig, name: str, mode: str = "plain", hooks: dict[str, Any] | None = None) -> None:
         said = {"url": config.url, "token": config.token, "runtime": str(config.runtime), "host": config.host,
-                "deadlines": config.deadlines.to_data(), "name": name, "mode": mode}  # fmt: skip
+                "deadlines": config.deadlines.to_data(), "name": name, "mode": mode, "work": config.work}  # fmt: skip
         env = {**os.environ, **({"ELASTIC_RESHARD_TEST_HOOKS": json.dumps(hooks)} if hooks else {})}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.watchdog.agent", json.dumps(said)],
@@ -324,13 +344,14 @@ class World:
         self.folder = folder
         self.supervisor = StandIn()
         self.deadlines = Deadlines()
+        self.work = ""
         self._locals: list[Local] = []
         self._agents: list[Agent] = []
 
     def config(self, **changes: Any) -> HostConfig:
         said: dict[str, Any] = {
             "job": JOB, "host": HOST, "url": self.supervisor.url, "token": TOKEN, "runtime": self.folder,
-            "deadlines": self.deadlines,
+            "deadlines": self.deadlines, "work": self.work,
         }  # fmt: skip
         return HostConfig(**{**said, **changes})
 
@@ -385,7 +406,7 @@ def world(folder: Path) -> Iterator[World]:
         made.end()
         until(lambda: made.running() is None and not any(folder.rglob("*")), why="the watchdog goes, and its files")
     except BaseException:
-        print(made.log())
+        print(*made.folder.rglob("*"), made.log(), sep="\n")
         raise
     finally:
         made.end()

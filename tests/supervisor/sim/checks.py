@@ -10,6 +10,7 @@ from elastic_reshard.protocol.messages import Fill
 from elastic_reshard.protocol.view import View
 from elastic_reshard.supervisor.core import Job
 from elastic_reshard.supervisor.events import Effects
+from tests.supervisor.sim.memory import cells_of
 from tests.supervisor.sim.shell import covers
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Checks:
 
     def _recovered(self, newest: Job | None, job: Job) -> None:
         """A journal was lost, and what members and watchdogs knew has been put together."""
-        if not self.world.knower or not self.world.knower.alive:
+        if not any(dog.alive for dog in self.world.knowers):
             raise Over("the last who knew of it has left")
         self._catch_up(job)
         if newest is not None:
@@ -103,7 +104,9 @@ class Checks:
             self.states[key] = now
 
     def _remember(self, job: Job) -> None:
-        docs = tuple({k: v.doc for k, v in side.items()} for side in (job.members, job.groups, job.publications))
+        docs = tuple(
+            {k: v.doc for k, v in side.items()} for side in (job.members, job.groups, job.publications, job.transfers)
+        )
         self.views[job.term, job.instance, job.revision] = (*docs, job.membership_epoch, job.committed)
 
     def stepped(self, supervisor: Supervisor, before: Job, job: Job, effects: Effects) -> None:
@@ -125,7 +128,8 @@ class Checks:
         for key, publication in job.publications.items():
             self.must(self.states[key] is publication.doc.state, f"{key} became {publication.doc.state} silently")
         self._committed(before, job)
-        self._epoch(before, job)
+        self._epoch(before, job, {h.event for h in effects.happened})
+        self.world.landings.stepped(before, job, effects)
         for name, group in job.groups.items():
             was = before.groups.get(name)
             if was is None or was.doc is not group.doc:
@@ -186,12 +190,14 @@ class Checks:
             lives = all(self.world.arenas[s.arena].lives for s in self.minted[was].sources)
             self.must(not lives, f"the committed {was} was lost, its arenas are there")
 
-    def _epoch(self, before: Job, job: Job) -> None:
+    def _epoch(self, before: Job, job: Job, events: set[str]) -> None:
         if before.recover_from:
             return
         was, now = ({m for m, d in j.members.items() if d.doc.state in _PART} for j in (before, job))
         rise = job.membership_epoch - before.membership_epoch
-        self.must(rise == (was != now), f"the epoch rose by {rise} while {sorted(was)} became {sorted(now)}")
+        due = was != now or "transfer.breaking" in events
+        may = due or "transfer.stopping" in events  # without those that are late
+        self.must(due <= rise <= may, f"the epoch rose by {rise} while {sorted(was)} became {sorted(now)}")
 
     def _group(self, was: Any, doc: Any, job: Job) -> None:
         verdict: VerdictDoc | None = doc.verdict
@@ -241,19 +247,21 @@ class Checks:
     def stray(self, job: Job) -> list[str]:
         """Members that are in no seat and in no publication, and whose processes are gone."""
         seats = {m for g in job.groups.values() for m in g.doc.members}
-        used = {s.member for p in job.publications.values() if p.doc.state in _IN_USE for s in p.doc.sources}
+        docs = [p.doc for p in job.publications.values() if p.doc.state in _IN_USE]
+        used = {s.member for doc in docs for s in (*doc.sources, *doc.landings)}
+        used |= {m for t in job.transfers.values() for m in t.doc.members}
         return [m for m in job.members if m not in seats and m not in used and not self.world.members[m].alive]
 
     # -- members
 
-    def expected(self, publication: str) -> dict[tuple[int, int], Any]:
+    def expected(self, member: Member, publication: str) -> dict[int, Any]:
         """What exactly a member holds that has installed it."""
-        doc, uid = self.minted[publication], self.uids[publication]
-        shards = {0} if doc.layout.startswith("Sb") else {s.rank for s in doc.sources}
-        return {(shard, piece): (uid, shard, piece) for shard in shards for piece in (0, 1)}
+        uid, spec = self.uids[publication], member.core.group
+        layout = f"D{member.core.destination}x{spec.size}"
+        return {cell: (uid, cell) for cell in cells_of(layout, spec.rank)}
 
     def _exact(self, member: Member, publication: str, when: str) -> None:
-        wanted = self.expected(publication)
+        wanted = self.expected(member, publication)
         self.must(member.tensors == wanted, f"{member.name} has {member.tensors} {when}, {publication} is {wanted}")
 
     def held(self, member: Member) -> None:
@@ -275,7 +283,9 @@ class Checks:
         )
         self.obeyed[name] = view.term
         known = self.views.get((view.term, view.instance, view.revision))
-        now = (view.members, view.groups, view.publications, view.membership_epoch, view.committed)
+        now = (
+            view.members, view.groups, view.publications, view.transfers, view.membership_epoch, view.committed,
+        )  # fmt: skip
         self.must(known == now, f"{name} has a view {view.term}/{view.instance}/{view.revision} that never was")
 
     def writes(self, member: Member, slot: SlotState) -> None:
@@ -304,7 +314,7 @@ class Checks:
         """A watchdog gives an arena's descriptor up."""
         for publication in self.newest.publications.values() if self.newest else ():
             doc = publication.doc
-            needed = doc.state in _IN_USE and any(s.arena == arena for s in doc.sources)
+            needed = doc.state in _IN_USE and any(s.arena == arena for s in (*doc.sources, *doc.landings))
             self.must(not needed, f"{who.name} dropped arena {arena}, {doc.id} is {doc.state} and needs it")
 
     def in_time(self, member: Member, deadline: float, slack: float) -> None:
@@ -354,6 +364,9 @@ class Checks:
             return f"round {final} is not committed, {done} is"
         if done < self.owed() and self.owed() not in self.given_up:
             return f"round {self.owed()} was published by all and is not committed, {done} is"
+        away = {m.host for m in world.members.values() if m.alive} - set(job.hosts)
+        if away:
+            return f"hosts {sorted(away)} are not heard"
         for gang in world.installers:
             group = job.groups.get(gang.name)
             names = tuple(m.name for m in gang.ranks)
@@ -362,9 +375,11 @@ class Checks:
             if group.doc.serving_publication != job.committed or (
                 job.committed and group.doc.state is not GroupState.CURRENT
             ):
+                if world.landings.with_nobody(job, gang.name):
+                    continue
                 return f"group {gang.name} serves {group.doc.serving_publication!r}, {job.committed} is committed"
             for member in gang.ranks if job.committed else ():
-                if member.tensors != self.expected(job.committed):
+                if member.tensors != self.expected(member, job.committed):
                     return f"{member.name} has {member.tensors}"
         return ""
 
@@ -375,3 +390,4 @@ class Checks:
         self.must(not open_, f"calls of {open_} never ended")
         stray = [str(job.members[m]) for m in self.stray(job)] if job else []
         self.must(not stray, f"members {stray} are kept and nobody needs them")
+        self.world.landings.at_rest()

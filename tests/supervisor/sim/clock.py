@@ -19,6 +19,7 @@ class Clock:
         self.now = 0.0
         self.happened = 0
         self.calm = False  # no more faults
+        self.still = False  # nor delays, from the beginning: what happens is what a test does
         self.log: deque[str] = deque(maxlen=250)
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -38,12 +39,12 @@ class Clock:
 
     def chance(self, p: float) -> bool:
         """Whether a fault happens here."""
-        return not self.calm and self.rng.random() < p
+        return not (self.calm or self.still) and self.rng.random() < p
 
     def delay(self) -> float:
         """How long a message is under way: mostly short, at times long."""
         u = self.rng.random()
-        return 0.001 + 0.02 * u if u < 0.9 or self.calm else 0.02 + 20 * (u - 0.9)
+        return 0.001 + 0.02 * u if u < 0.9 or self.calm or self.still else 0.02 + 20 * (u - 0.9)
 
     def next_event(self) -> bool:
         """Let one thing happen; False when nothing is left."""
@@ -117,6 +118,7 @@ class Link:
         self._last = [0.0, 0.0]
         self._sent, self._lost_from = [0, 0], [1 << 60, 1 << 60]
         self._not_before = [0.0, 0.0]
+        self._kept: list[tuple[int, int, Any]] | None = None  # while the network holds everything back
         for end in self.ends:
             end.links.append(self)
 
@@ -134,6 +136,9 @@ class Link:
 
     def _arrive(self, to: int, number: int, said: Any) -> None:
         if number >= self._lost_from[to] and said is not None:
+            return
+        if self._kept is not None:
+            self._kept.append((to, number, said))
             return
         if self.clock.now < self._not_before[to]:
             self.clock.at(self._not_before[to], self._arrive, to, number, said)
@@ -159,6 +164,18 @@ class Link:
                 self._not_before[to] = self.clock.now + 6 * rng.random()
             self._push(to, None)
         self._forget()
+
+    def hold(self) -> None:
+        """The network is cut; nobody is told. What is under way arrives when it heals."""
+        if self._kept is None:
+            self._kept = []
+
+    def release(self) -> None:
+        """It has healed."""
+        kept, self._kept = self._kept or [], None
+        for to, number, said in kept:
+            when = self._last[to] = max(self._last[to], self.clock.now + 0.001)
+            self.clock.at(when, self._arrive, to, number, said)
 
     def _forget(self) -> None:
         self.open = False

@@ -9,6 +9,7 @@ from elastic_reshard.protocol.deadlines import Policies
 from elastic_reshard.supervisor.events import Abandon, Leave, SetPolicies
 from tests.supervisor.sim.house import Watchdog
 from tests.supervisor.sim.members import Member
+from tests.supervisor.sim.movers import Mover
 from tests.supervisor.sim.shell import Supervisor
 
 if TYPE_CHECKING:
@@ -31,7 +32,15 @@ def _some_member(world: World) -> Member | None:
 
 def _dog(world: World) -> Watchdog | None:
     # While a journal is lost only the watchdog knows what was: one loss at a time.
-    return None if world.recovering else next(iter(world.watchdogs.values()), None)
+    dogs = [d for d in world.watchdogs.values() if d.alive]
+    return None if world.recovering or not dogs else world.rng.choice(dogs)
+
+
+def _mover(world: World) -> Mover | None:
+    """One that works, if any does."""
+    movers = [m for m in world.movers.values() if m.alive]
+    busy = [m for m in movers if m.work is not None and not m.work.out]
+    return world.rng.choice(busy or movers) if movers else None
 
 
 def _boss(world: World) -> Supervisor | None:
@@ -63,7 +72,7 @@ def complete_gang(world: World) -> None:
 
 def sever(world: World) -> None:
     for dog in world.watchdogs.values():
-        if dog.uplink is not None:
+        if dog.uplink is not None and world.rng.random() < 0.7:
             world.clock.note("SEVER", dog.uplink.ends[1].name)
             dog.uplink.sever()
 
@@ -95,7 +104,7 @@ def second_supervisor(world: World) -> None:
 
 def lose_journal(world: World) -> None:
     boss = _boss(world)
-    if boss is not None and world.known(boss):
+    if boss is not None and world.known(boss) and not world.network.control:
         world.lose_journal()
 
 
@@ -134,6 +143,56 @@ def abandon(world: World) -> None:
         boss.submit(Abandon(list(boss.job.publications)[-1]))
 
 
+def kill_mover(world: World) -> None:
+    if (mover := _mover(world)) is not None:
+        mover.die()
+
+
+def freeze_mover(world: World) -> None:
+    if (mover := _mover(world)) is not None:
+        world.freeze(mover)
+
+
+def slow_mover(world: World) -> None:
+    if (mover := _mover(world)) is not None:
+        mover.slowness = world.rng.choice([10.0, 10.0, 100.0])
+        world.clock.note(mover.name, "SLOW", mover.slowness)
+
+
+def kill_mover_and_member(world: World) -> None:
+    if (mover := _mover(world)) is not None:
+        mover.die()
+        world.members[mover.member].die()
+
+
+def lose_host(world: World) -> None:
+    """All of its processes at once. Its ranks are started again later, there or elsewhere."""
+    host = world.rng.choice(world.hosts)
+    if len(world.hosts) > 1 and not world.recovering:
+        world.clock.note("HOST LOST", host)
+        for proc in world.network.processes(host):
+            proc.die("with its host")
+        for gang in world.gangs:
+            if world.rng.random() < 0.3:
+                gang.hosts = [world.rng.choice(world.hosts) if h == host else h for h in gang.hosts]
+
+
+def freeze_host(world: World) -> None:
+    host = world.rng.choice(world.hosts)
+    if len(world.hosts) > 1 and not world.recovering:
+        for proc in world.network.processes(host):
+            world.freeze(proc)
+
+
+def partition(world: World) -> None:
+    """Some hosts are cut off, for a while."""
+    if len(world.hosts) > 1 and not world.recovering:
+        control, data = world.rng.choice([(True, False), (False, True), (True, True)])
+        some = world.rng.sample(world.hosts, world.rng.randint(1, len(world.hosts) // 2))
+        world.network.cut(some, control, data)
+        world.clock.after(world.rng.choice([0.5, 3.0, 9.0]) * (0.5 + world.rng.random()), world.network.heal)
+
+
 _FAULTS: Final[dict[Fault, int]] = {
     freeze_member: 8,
     kill_member: 6,
@@ -152,4 +211,11 @@ _FAULTS: Final[dict[Fault, int]] = {
     ask_group_to_leave: 1,
     leave: 1,
     abandon: 1,
+    kill_mover: 5,
+    freeze_mover: 3,
+    slow_mover: 3,
+    kill_mover_and_member: 2,
+    lose_host: 3,
+    freeze_host: 2,
+    partition: 4,
 }

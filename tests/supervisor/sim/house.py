@@ -1,4 +1,5 @@
-"""A host: its memory, which lives while anybody holds it, and its watchdog, which can be killed, frozen and replaced."""
+"""A host's watchdog, which can be killed, frozen and replaced: the real `House` and the real `Crew`, driven as `service.py` and
+`movers.py` do."""
 
 from __future__ import annotations
 
@@ -8,39 +9,24 @@ from elastic_reshard.protocol.messages import Hello, Statement, read_up
 from elastic_reshard.protocol.view import Farewell, Heard, Told
 from elastic_reshard.watchdog.core import House, Relay
 from tests.supervisor.sim.clock import Link, Proc
+from tests.supervisor.sim.crews import Deck
 
 if TYPE_CHECKING:
     from tests.supervisor.sim.members import Member
     from tests.supervisor.sim.world import World
 
-__all__ = ["PIECES", "Arena", "Watchdog"]
-
-PIECES = 2  # a slot's tensors, written and read one after the other
-
-
-class Arena:
-    """Two slots, each a generation word and tensors, and whoever holds its descriptor."""
-
-    def __init__(self, arena: str, owner: str) -> None:
-        self.arena, self.owner = arena, owner
-        self.generations = [0, 0]
-        self.tensors: list[list[Any]] = [[None] * PIECES, [None] * PIECES]
-        self.holders: set[Proc] = set()
-
-    @property
-    def lives(self) -> bool:
-        """Whether any process holds it."""
-        return any(p.alive for p in self.holders)
+__all__ = ["Watchdog"]
 
 
 class Watchdog(Proc):
-    """One watchdog of a host; what it decides is the real `House`."""
+    """One watchdog of a host."""
 
     def __init__(self, world: World, host: str, count: int) -> None:
         super().__init__(world.clock, f"watchdog#{host}{count}")
         self.world, self.host = world, host
         instance = f"{count + 1:x}"
         self.house = House("job", host, f"machine-of-{host}", instance, world.deadlines, self.clock.now)
+        self.deck = Deck(self)
         self.uplink: Link | None = None
         self.wires: dict[str, Link] = {}
         self._names: dict[Link, str] = {}
@@ -51,15 +37,17 @@ class Watchdog(Proc):
     # -- time
 
     def _beat(self) -> None:
+        self.deck.refresh()
         self.house.beat()
         for arena in self.house.sweep(self.clock.now):
             self._drop(arena)
         if self.house.departure(self.clock.now):
+            self.deck.end_all()
             self.die(self.house.departure(self.clock.now))
             return
         for name in [*self.house.members, *self.house.expected]:
             self._watch(name)
-        self._flush()
+        self.flush()
         self.after(self.world.deadlines.beat, self._beat)
 
     def _watch(self, name: str) -> None:
@@ -79,30 +67,33 @@ class Watchdog(Proc):
             self.after(0.02, self.ended, name, how)
             return
         if self.house.end(name, how, self.clock.now):
-            self._flush()
+            self.flush()
+            self.deck.act()
 
     # -- the supervisor's side
 
     def _connect(self) -> None:
-        if self.uplink is not None or self.connecting or not self.house.ready(self.clock.now):
+        ready = self.house.ready(self.clock.now) and self.deck.crew.ready(self.clock.now)
+        if self.uplink is not None or self.connecting or not ready:
             return
         self.connecting = True
         self.after(self.clock.delay(), self._connected)
 
     def _connected(self) -> None:
         self.connecting = False
-        target = self.world.dial()
+        target = self.world.dial(self.host)
         if self.uplink is not None:
             return
         if target is None:
             self.after(0.3, self._connect)
             return
         self.uplink = Link(self.clock, self, target)
-        hello = read_up(self.house.hello())
+        hello = read_up(self.deck.hello())
         assert isinstance(hello, Hello)
         self.uplink.send(self, hello)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Say what is to be said."""
         if self.uplink is None:
             self._connect()
         elif self.house.unsaid:
@@ -117,6 +108,8 @@ class Watchdog(Proc):
         self.after(0.05 + 0.3 * self.clock.rng.random(), self._connect)
 
     def received(self, link: Link, said: Any) -> None:
+        if self.deck.takes(link, said):
+            return
         if link is self.uplink:
             self._downward(said)
         elif isinstance(said, (Told, Heard, Farewell)) or (said is None and link not in self._names):
@@ -133,13 +126,14 @@ class Watchdog(Proc):
         match self.house.hear(said):
             case Relay.PASS_ON:
                 self.world.checks.replica(self.name, self.house.view)
+                self.deck.act()
                 for wire in self.wires.values():
                     wire.send(self, said)
             case Relay.RECONNECT:
                 self._hang_up()
             case Relay.IGNORE:
                 pass
-        self._flush()
+        self.flush()
 
     # -- the members' side
 
@@ -155,12 +149,14 @@ class Watchdog(Proc):
         what, *rest = said
         if what == "attach":
             self._attach(link, rest[0])
+            self.deck.act()
             return
         name = self._names.get(link, "")
         if self.wires.get(name) is not link:
             return
         self._said(name, what, rest)
-        self._flush()
+        self.flush()
+        self.deck.act()
 
     def _said(self, name: str, what: str, rest: list[Any]) -> None:
         match what:
@@ -194,19 +190,19 @@ class Watchdog(Proc):
             link.send(self, self.house.view.snapshot())
         for arena in self.house.arenas:
             link.send(self, ("offer", arena))
-        self._flush()
+        self.flush()
 
     def _offer(self, by: str, arena: str, owner: str) -> None:
         known = arena in self.house.arenas
         if not self.house.offer(by, arena, owner) or known:
             return
-        self.world.arenas[arena].holders.add(self)
+        self.world.memory(arena).holders.add(self)
         for name, wire in self.wires.items():
             if name != by:
                 wire.send(self, ("offer", arena))
 
     def _drop(self, arena: str) -> None:
-        self.world.arenas[arena].holders.discard(self)
+        self.world.memory(arena).holders.discard(self)
         self.world.checks.dropped(self, arena)
         for wire in self.wires.values():
             wire.send(self, ("dropped", arena))
@@ -223,4 +219,5 @@ class Watchdog(Proc):
             how = known.ended or (None if member.alive else "its process has ended")
             left[name] = (how, known.statement)
         new.house.inherit(left, self.clock.now)
+        new.deck.inherit(self.deck)
         return new

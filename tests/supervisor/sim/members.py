@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_reshard.member.core import MemberCore, SlotState
 from elastic_reshard.protocol.docs import PublicationDoc
-from elastic_reshard.protocol.messages import Fill, GroupSpec
+from elastic_reshard.protocol.messages import Fill, GroupSpec, Landing
 from elastic_reshard.protocol.view import Farewell, Heard, Told
 from tests.supervisor.sim.clock import Link, Proc
-from tests.supervisor.sim.house import PIECES, Watchdog
+from tests.supervisor.sim.house import Watchdog
+from tests.supervisor.sim.memory import CELLS, PIECES, cells_of
 
 if TYPE_CHECKING:
     from tests.supervisor.sim.world import World
@@ -49,7 +50,7 @@ class Installing:
 
     deadline: float
     state: str = "asking"
-    pull: deque[tuple[str, int, int, tuple[int, int], int]] = field(default_factory=deque)
+    pull: deque[tuple[str, int, tuple[int, ...]]] = field(default_factory=deque)
     read: dict[tuple[str, int], int] = field(default_factory=dict)
 
 
@@ -65,12 +66,13 @@ class Member(Proc):
         self.todo: deque[Round] = deque()
         self.publishing: Publishing | None = None
         self.installing: Installing | None = None
-        self.tensors: dict[tuple[int, int], Any] = {}
+        self.tensors: dict[int, Any] = {}
         self.results: list[str] = []
         self.leave_at: float | None = None
         self.obedient = True  # leaves when asked
         self.froze = 0.0
         self.fragment: str | None = None  # of its newest arena
+        self._making = False  # a landing arena
 
     # -- life
 
@@ -91,7 +93,7 @@ class Member(Proc):
         dog = self.world.watchdog(self.host)
         self.wire = Link(self.clock, self, dog, local=True)
         self.wire.send(self, ("attach", self._statement()))
-        for arena in self.world.arenas.values():
+        for arena in self.world.memories():
             if self in arena.holders:
                 self.wire.send(self, ("offer", arena.arena, arena.owner))
         self.wire.send(self, ("settled",))
@@ -120,9 +122,9 @@ class Member(Proc):
                 self.say()
             self.advance()
         elif said[0] == "offer":
-            self.world.arenas[said[1]].holders.add(self)
-        elif said[0] == "dropped" and self.world.arenas[said[1]].owner != self.name:
-            self.world.arenas[said[1]].holders.discard(self)
+            self.world.memory(said[1]).holders.add(self)
+        elif said[0] == "dropped" and self.world.memory(said[1]).owner != self.name:
+            self.world.memory(said[1]).holders.discard(self)
 
     def _statement(self) -> Any:
         return self.core.statement()
@@ -147,6 +149,7 @@ class Member(Proc):
         me = self.core.me
         if me is not None and me.leave_within is not None and self.obedient and not self.core.leaving:
             self.leave(me.leave_within)
+        self._land_on()
         self._publish_on()
         self._install_on()
 
@@ -170,6 +173,28 @@ class Member(Proc):
     def _leave_now(self) -> None:
         self._tell("left")
         self.die("left")
+
+    # -- landing
+
+    def _land_on(self) -> None:
+        """As `member.lander`: an arena when it is due, and away with those that nobody needs."""
+        for gone in self.core.unused_landings():
+            self._tell("withdraw", gone)
+            self.world.memory(gone).holders.discard(self)
+        layout = self.core.landing_due()
+        if layout is not None and not self._making:
+            self._making = True
+            self.after(0.01 + self._copy_time(), self._made_landing, layout)
+
+    def _made_landing(self, layout: str) -> None:
+        self._making = False
+        if self.core.landing_due() != layout:
+            return
+        own = cells_of(layout, self.core.group.rank)
+        arena = self.world.new_landing(self, layout, own)
+        self._tell("offer", arena, self.name)
+        self.core.new_landing(Landing(arena=arena, cells=len(own), cell=1 << 20), layout)
+        self.say()
 
     # -- publishing
 
@@ -253,7 +278,8 @@ class Member(Proc):
             return
         arena = self.world.arenas[slot.arena]
         if call.pieces < PIECES:
-            arena.tensors[slot.slot][call.pieces] = (call.round.uid, self._shard(call.round), call.pieces)
+            for cell in self._shard(call.round)[call.pieces :: PIECES]:
+                arena.cells[slot.slot][cell] = (call.round.uid, cell)
             call.pieces += 1
             self.after(self._copy_time(), self._write, call)
             return
@@ -270,8 +296,8 @@ class Member(Proc):
             self._tell("withdraw", gone)
             self.world.arenas[gone].holders.discard(self)
 
-    def _shard(self, round_: Round) -> int:
-        return 0 if round_.fragment.startswith("b") else self.core.group.rank
+    def _shard(self, round_: Round) -> tuple[int, ...]:
+        return cells_of(f"S{round_.fragment}x{self.core.group.size}", self.core.group.rank)
 
     def _end_publish(self, result: str) -> None:
         self._ended(self.publishing, result)
@@ -317,20 +343,45 @@ class Member(Proc):
             self._end_install(None, "timeout")
 
     def _open(self, call: Installing, publication: PublicationDoc) -> bool:
-        """What is to be copied from where; whether every slot has the publication's generation now."""
-        one = publication.layout.startswith("Sb")
-        sources = publication.sources[: 1 if one else None]
-        for source in sources:
+        """What is to be copied from where on this host; whether every slot has what the publication says now."""
+        group = self.core.my_group
+        layout = group.destination_layout if group is not None else None
+        wanted = set(cells_of(layout, self.core.group.rank)) if layout is not None else set(range(CELLS))
+        found: dict[tuple[str, int], list[int]] = {}
+        for source in publication.sources:
             arena = self.world.arenas[source.arena]
-            if self not in arena.holders or arena.generations[source.slot] != source.generation:
+            if source.host != self.host or self not in arena.holders:
+                continue
+            if arena.generations[source.slot] != source.generation:
                 return False
-            call.read[source.arena, source.slot] = source.generation
-            for piece in range(PIECES):
-                key = (0 if one else source.rank, piece)
-                call.pull.append((source.arena, source.slot, piece, key, source.generation))
-        for key in set(self.tensors) - {item[3] for item in call.pull}:
-            del self.tensors[key]
-        return True
+            cells = wanted & set(cells_of(publication.layout, source.rank))
+            self._plan_pull(call, found, (source.arena, source.slot), cells, source.generation)
+            wanted -= cells
+        for part in publication.landings:
+            landed = self.world.landing_arenas[part.arena]
+            if part.host != self.host or part.layout != layout or not wanted:
+                continue
+            if self not in landed.holders or landed.publications[part.slot] != publication.id:
+                continue
+            cells = wanted & landed.held[part.slot]
+            self._plan_pull(call, found, (part.arena, part.slot), cells, landed.generations[part.slot])
+            wanted -= cells
+        for at, some in found.items():
+            call.pull.extend((*at, tuple(sorted(some)[piece::PIECES])) for piece in range(PIECES))
+        self.tensors = {c: v for c, v in self.tensors.items() if any(c in some for some in found.values())}
+        return not wanted
+
+    @staticmethod
+    def _plan_pull(
+        call: Installing,
+        found: dict[tuple[str, int], list[int]],
+        at: tuple[str, int],
+        cells: set[int],
+        generation: int,
+    ) -> None:
+        if cells:
+            found.setdefault(at, []).extend(cells)
+            call.read[at] = generation
 
     def _pull(self, call: Installing) -> None:
         if self.installing is not call:
@@ -338,8 +389,9 @@ class Member(Proc):
         if self.clock.now >= call.deadline and call.pull:
             self._report(call, "its deadline passed")
         elif call.pull:
-            arena, slot, piece, key, _ = call.pull.popleft()
-            self.tensors[key] = self.world.arenas[arena].tensors[slot][piece]
+            arena, slot, cells = call.pull.popleft()
+            held = self.world.memory(arena).cells[slot]
+            self.tensors.update((cell, held.get(cell)) for cell in cells)
             self.after(self._copy_time(), self._pull, call)
         elif self._unchanged(call.read):
             self._report(call, "")
@@ -348,7 +400,7 @@ class Member(Proc):
 
     def _unchanged(self, read: dict[tuple[str, int], int]) -> bool:
         """The comparison after the copies; a switch for the test that leaves it out."""
-        return all(self.world.arenas[a].generations[s] == g for (a, s), g in read.items())
+        return all(self.world.memory(a).generations[s] == g for (a, s), g in read.items())
 
     def _report(self, call: Installing, fault: str) -> None:
         call.state = "waiting"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from elastic_reshard.protocol.messages import Beat, Ended, Hello, Stated
+from elastic_reshard.protocol.messages import Beat, Ended, Hello, LedgerSaid, MoverSaid, Stated
 from elastic_reshard.protocol.view import Farewell, Heard, Told
 from elastic_reshard.supervisor import core
 from elastic_reshard.supervisor.events import (
@@ -16,9 +16,11 @@ from elastic_reshard.supervisor.events import (
     Examine,
     Examined,
     Greeted,
+    Ledgered,
     Match,
     Matched,
     MemberEnded,
+    Moved,
     Spoken,
     Tick,
 )
@@ -37,7 +39,7 @@ class Disk:
 
     def __init__(self) -> None:
         self.term, self.weight_version, self.epoch, self.committed = 0, 0, 0, ""
-        self.docs: tuple[dict[str, Any], dict[str, Any], dict[str, Any]] = ({}, {}, {})
+        self.docs: tuple[dict[str, Any], ...] = ({}, {}, {}, {})
         self.written = False
 
     def write(self, term: int, told: list[Told], weight_version: int) -> bool:
@@ -45,7 +47,9 @@ class Disk:
         if term != self.term:
             return False
         for one in told:
-            for kept, changes in zip(self.docs, (one.members, one.groups, one.publications), strict=True):
+            for kept, changes in zip(
+                self.docs, (one.members, one.groups, one.publications, one.transfers), strict=True
+            ):
                 for key, doc in changes.items():  # type: ignore[attr-defined]
                     kept.pop(key, None) if doc is None else kept.__setitem__(key, doc)
             self.epoch, self.committed = one.membership_epoch, one.committed
@@ -54,10 +58,10 @@ class Disk:
 
     def read(self) -> Told:
         """Everything."""
-        members, groups, publications = (dict(d) for d in self.docs)
+        members, groups, publications, transfers = (dict(d) for d in self.docs)
         return Told(
             term=self.term, instance="", base=0, revision=1, membership_epoch=self.epoch, committed=self.committed,
-            members=members, groups=groups, publications=publications,
+            members=members, groups=groups, publications=publications, transfers=transfers,
         )  # fmt: skip
 
 
@@ -133,6 +137,10 @@ class Supervisor(Proc):
             self.submit(Spoken(hello.host, said.statement))
         elif isinstance(said, Ended):
             self.submit(MemberEnded(hello.host, said.member, said.arenas_kept, said.how))
+        elif isinstance(said, MoverSaid):
+            self.submit(Moved(hello.host, said))
+        elif isinstance(said, LedgerSaid):
+            self.submit(Ledgered(hello.host, said))
         elif isinstance(said, Beat):
             self.submit(Beaten(hello.host))
 
@@ -195,7 +203,16 @@ class Supervisor(Proc):
             self.after(0.2 * self.clock.rng.random() ** 3, self._answer, question)
         if effects.durable and self.clock.chance(0.01):
             self.world.freeze(self)
+        self._hang_up_on_silent(effects)
         self.post(self._tell, job, effects)
+
+    def _hang_up_on_silent(self, effects: Effects) -> None:
+        """A host that was given up and is still connected must say Hello again."""
+        for happened in effects.happened:
+            link = self.feeds.get(happened.fields["host"]) if happened.event == "host.silent" else None
+            if link is not None:
+                del self.feeds[happened.fields["host"]]
+                link.close(self)
 
     def _may_crash(self, when: str) -> bool:
         if not self.clock.chance(0.015):

@@ -10,13 +10,15 @@ from elastic_reshard.supervisor.events import SetPolicies
 from tests.supervisor.sim import faults
 from tests.supervisor.sim.checks import Broken, Checks, Over
 from tests.supervisor.sim.clock import Clock, Proc
-from tests.supervisor.sim.house import Arena, Watchdog
+from tests.supervisor.sim.house import Watchdog
+from tests.supervisor.sim.landings import Landings
 from tests.supervisor.sim.members import Member, Round
+from tests.supervisor.sim.memory import Arena, LandingArena, Memory
+from tests.supervisor.sim.movers import Meeting, Mover
+from tests.supervisor.sim.network import Network
 from tests.supervisor.sim.shell import Disk, Supervisor
 
-__all__ = ["HOST", "Broken", "Gang", "World"]
-
-HOST = "h"
+__all__ = ["Broken", "Gang", "World"]
 
 
 class Gang:
@@ -28,6 +30,10 @@ class Gang:
         self.given: list[Member] = []
         self.step = 0
         self.labelled = world.clock.rng.random() < 0.6
+        one = world.rng.choice(world.hosts)
+        spread = world.rng.random() < 0.6
+        self.lands = world.rng.choice(["dd", "d5"])
+        self.hosts = [world.rng.choice(world.hosts) if spread else one for _ in range(size)]
 
     @property
     def source(self) -> bool:
@@ -43,14 +49,15 @@ class Gang:
         """A fresh incarnation of a rank."""
         world = self.world
         name = f"{self.name}-{rank}@{len(world.members):016x}"
-        member = Member(world, name, GroupSpec(name=self.name, size=self.size, rank=rank), self.roles, HOST)
+        member = Member(world, name, GroupSpec(name=self.name, size=self.size, rank=rank), self.roles,
+                        self.hosts[rank])  # fmt: skip
         member.obedient = world.clock.rng.random() < 0.7
         if self.source:
             # Who joins others has their layout, which may not be the one that was wanted.
             self.fragment = next((m.fragment for m in self.living if m.fragment), self.fragment)
             member.core.source = member.fragment = self.fragment
         if "destination" in self.roles:
-            member.core.destination = "dd"
+            member.core.destination = self.lands
         world.members[name] = member
         world.clock.note("start", name)
         member.attach()
@@ -103,21 +110,33 @@ class Gang:
 
 
 class World:
-    """Everything that is there. `run` plays the history of its seed; Broken is a broken promise."""
+    """Everything that is there. `run` plays the history of its seed; Broken is a broken promise.
 
-    def __init__(self, seed: int) -> None:
+    still: nothing goes wrong and nothing is late by chance. hosts: so many; by chance if 0."""
+
+    def __init__(self, seed: int, still: bool = False, hosts: int = 0) -> None:
         self.clock = Clock(seed)
+        self.clock.still = still
         rng = self.rng = self.clock.rng
-        self.deadlines = Deadlines()
+        self.hosts = [f"h{n}" for n in range(hosts or rng.choice([1, 1, 2, 2, 3, 4]))]
+        self.deadlines = Deadlines(orphan_hold=30.0 if len(self.hosts) == 1 else 10.0)
+        self.network = Network(self)
         self.policies = Policies(late_after=5.0, gather_window=1.0, install=6.0, min_groups=rng.choice([0, 1, 1, 1, 2]),
                                  max_lag=rng.choice([None, None, None, 0, 2]))  # fmt: skip
         self.checks = Checks(self)
         self.members: dict[str, Member] = {}
         self.arenas: dict[str, Arena] = {}
+        self.landing_arenas: dict[str, LandingArena] = {}
+        self.movers: dict[str, Mover] = {}
+        self.meetings: dict[Any, Meeting] = {}
+        self.landings = Landings(self)
+        self.slow: set[str] = set()  # groups whose movers are slow to carry, and to plan
+        self.dull: set[str] = set()
         self.watchdogs: dict[str, Watchdog] = {}
         self.dogs = self.rounds = 0
         self.recover_from = 0  # while a journal is lost
-        self.knower: Watchdog | None = None  # who alone knows then what was
+        self.knowers: list[Watchdog] = []  # who alone know then what was
+        self.ids = 0
         self.read: dict[str, int] = {}  # the last statement of each member that a watchdog took in
         self.supervisors: list[Supervisor] = []
         self.disk = Disk()
@@ -142,8 +161,24 @@ class World:
         self.clock.note("start", supervisor.name, "term", supervisor.job.term, "recover_from", recover_from)
         return supervisor
 
-    def dial(self) -> Supervisor | None:
+    def new_id(self) -> str:
+        """Of a mover."""
+        self.ids += 1
+        return f"{self.ids:032x}"
+
+    def new_mover(self, host: str, member: str, mover: str) -> Mover:
+        """Forked."""
+        made = self.movers[mover] = Mover(self, host, member, mover, len(self.movers) + 1)
+        self.clock.note("start", made.name)
+        if member.partition("-")[0] in self.slow:
+            made.slowness = 60.0
+        self.landings.forked(made)
+        return made
+
+    def dial(self, host: str = "") -> Supervisor | None:
         """Who answers at the supervisor's address."""
+        if host in self.network.control:
+            return None
         living = [s for s in self.supervisors if s.alive]
         if len(living) > 1 and self.clock.chance(0.15):
             return living[-2]
@@ -165,10 +200,25 @@ class World:
 
     def new_arena(self, member: Member) -> str:
         """Memory of this member, in its own hands."""
-        name = f"{len(self.arenas) + 1:x}"
+        name = f"{len(self.arenas) + len(self.landing_arenas) + 1:x}"
         self.arenas[name] = Arena(name, member.name)
         self.arenas[name].holders.add(member)
         return name
+
+    def new_landing(self, member: Member, layout: str, own: tuple[int, ...]) -> str:
+        """Memory for this member to land in."""
+        name = f"{len(self.arenas) + len(self.landing_arenas) + 1:x}"
+        self.landing_arenas[name] = LandingArena(name, member.name, layout, own)
+        self.landing_arenas[name].holders.add(member)
+        return name
+
+    def memory(self, arena: str) -> Arena | LandingArena:
+        """Of either kind."""
+        return self.arenas[arena] if arena in self.arenas else self.landing_arenas[arena]
+
+    def memories(self) -> list[Memory]:
+        """All that there ever was."""
+        return [*self.arenas.values(), *self.landing_arenas.values()]
 
     def may_be_heard(self, name: str) -> bool:
         """Whether something of a member may still be on its way to a supervisor."""
@@ -207,10 +257,11 @@ class World:
         self.start_supervisor()
 
     def known(self, boss: Supervisor) -> bool:
-        """Whether the host's watchdog knows all that the supervisor has told: one loss at a time."""
-        dog = self.watchdogs.get(HOST)
-        view = dog.house.view if dog is not None and dog.alive and not dog.frozen else None
-        return view is not None and (view.term, view.revision) == (boss.job.term, boss.job.revision)
+        """Whether all hosts' watchdogs know all that the supervisor has told: one loss at a time."""
+        dogs = list(self.watchdogs.values())
+        views = [d.house.view for d in dogs if d.alive and not d.frozen]
+        told = (boss.job.term, boss.job.revision)
+        return bool(dogs) and len(views) == len(dogs) and all((v.term, v.revision) == told for v in views)
 
     @property
     def recovering(self) -> bool:
@@ -222,7 +273,7 @@ class World:
         for one in self.supervisors:
             one.die("with its disk")
         self.disk = Disk()
-        self.knower = self.watchdogs[HOST]
+        self.knowers = list(self.watchdogs.values())
         self.recover_from = max(1, sum(m.alive for m in self.members.values()))
         self.clock.after(self.rng.random(), self.revive)
 
@@ -234,12 +285,8 @@ class World:
 
     def run(self, seconds: float = 14.0) -> None:
         """The whole history: trouble, then calm, then what must have come about."""
-        for gang in self.gangs:
-            for rank in range(gang.size):
-                self.clock.after(0.3 * self.rng.random(), self._begin, gang, rank)
+        self.start()
         self.clock.after(0.5, self._train)
-        for gang in self.installers:
-            self.clock.after(1.0, self._serve, gang)
         troubles = self.rng.choice([1, 3, 5, 8])
         for _ in range(troubles):
             self.clock.at(0.5 + (seconds - 1) * self.rng.random(), self.fault)
@@ -249,12 +296,23 @@ class World:
         except Over as over:
             self.clock.note(over)
 
+    def start(self) -> None:
+        """All ranks come, and engines install what there is."""
+        for gang in self.gangs:
+            for rank in range(gang.size):
+                self.clock.after(0.3 * self.rng.random(), self._begin, gang, rank)
+        for gang in self.installers:
+            self.clock.after(1.0, self.serve, gang)
+
     def settle(self) -> None:
         """Calm: whoever is left gets well, and what was promised must come about."""
         self.clock.calm = True
         self.clock.note("CALM")
-        for proc in [*self.members.values(), *self.watchdogs.values(), *self.supervisors]:
+        self.network.heal()
+        for proc in [*self.members.values(), *self.watchdogs.values(), *self.movers.values(), *self.supervisors]:
             proc.wake()
+        for mover in self.movers.values():
+            mover.slowness = 1.0
         for old in self.supervisors[:-1]:
             old.die("an older one")
         if not self.supervisors[-1].alive:
@@ -302,13 +360,14 @@ class World:
         if not self.clock.calm:
             self.clock.after(self.rng.choice([0.3, 1.0, 2.0]) * (0.5 + self.rng.random()), self._train)
 
-    def _serve(self, gang: Gang) -> None:
+    def serve(self, gang: Gang) -> None:
+        """Its ranks install whenever there is something, for ever."""
         for member in gang.living if gang in self.installers else ():
             news = member.core.installable() is not None or self.rng.random() < 0.1
             if news and self.rng.random() < 0.95:
                 patience = self.rng.choice([0.3, 2.0, 4.0]) if not self.clock.calm else 6.0
                 member.after(0.05 * self.rng.random(), member.install, patience)
-        self.clock.after(0.4 + 0.4 * self.rng.random(), self._serve, gang)
+        self.clock.after(0.4 + 0.4 * self.rng.random(), self.serve, gang)
 
     def _until(self, when: float) -> None:
         while self.clock.now < when and self.clock.next_event():

@@ -1,0 +1,392 @@
+"""One member's slice of a transfer: bound to the slots of its host, and run.
+
+What is bound stays right as long as plan and slots are the same, so the next publication that moves in the same way finds
+it done. A landing cell is marked only when all its bytes are there, every sender has sealed them, and the source slots of
+this host that were read are still of the generation that was published.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from elastic_reshard.arena import DomainChannel, HostArena
+from elastic_reshard.arena.landing import LandingSlot
+from elastic_reshard.arena.slots import SlotReader
+from elastic_reshard.errors import ArenaError, PlanError, TransferError
+from elastic_reshard.layout.model import ModelLayout
+from elastic_reshard.mover.gate import Gate
+from elastic_reshard.plan import CellGrid, Kind, Plan, Slice
+from elastic_reshard.protocol import bits
+from elastic_reshard.protocol.docs import TransferDoc
+from elastic_reshard.transport import Network, PeerViews, Program, SlotViews, StagingPlan, Views, bind, run
+from elastic_reshard.transport.views import Key
+
+__all__ = ["Bound", "Carried", "Origin", "Page", "Part", "Staging", "bind_part", "carry", "part_of"]
+
+_Cells = npt.NDArray[np.int64]
+
+
+class Page(Protocol):
+    """Where others see how far a run is (`StatusPage`)."""
+
+    def waiting(self, peer: int | None, cell: int = 0) -> None: ...
+    def progress(self, *, cells: int, began: int, sent: int, received: int, resent: int = 0) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """A source slot of this host, as published."""
+
+    reader: SlotReader
+    slot: int
+    generation: int
+
+    @property
+    def intact(self) -> bool:
+        """Whether it is still what was published."""
+        return self.generation % 2 == 0 and self.reader.generation(self.slot) == self.generation
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One member's part of a plan. slice: of the transfer only, not of the install. position: in the transfer's members.
+
+    target, own: which destination layout it lands, as whose rank, and the numbers of its own cells. basis: of those, what
+    the plan takes as landed.
+    """
+
+    id: str
+    slice: Slice
+    members: tuple[str, ...]
+    present: tuple[int, ...]
+    source: tuple[ModelLayout, int | None]
+    destination: tuple[ModelLayout, int] | None
+    target: int
+    cells: tuple[int, int]  # in all, bytes of each at most
+    own: _Cells
+    basis: npt.NDArray[np.bool_]
+    source_rank: Mapping[int, int] = field(default_factory=dict)  # by position
+
+    @property
+    def position(self) -> int:
+        """This member's."""
+        return self.slice.member
+
+    @property
+    def rank(self) -> int:
+        """In the communicator."""
+        return self.present.index(self.slice.member)
+
+    @cached_property
+    def _arriving(self) -> tuple[_Cells, _Cells, _Cells]:
+        """(round, index among the own cells, bytes over the network) of each leg that lands."""
+        legs = self.slice.legs
+        rows = np.flatnonzero(~legs.out & (legs.cell >= 0))
+        at = np.searchsorted(self.own, legs.cell[rows])
+        if len(rows) and not (self.own[np.minimum(at, len(self.own) - 1)] == legs.cell[rows]).all():
+            raise PlanError(f"plan {self.id} lands cells in {self.members[self.position]} that it does not want")
+        return legs.round[rows], at, np.where(legs.kind[rows] == Kind.NET, self.slice.nbytes[rows], 0)
+
+    @cached_property
+    def landing(self) -> list[_Cells]:
+        """Own cells that land in each round, by index."""
+        round_, at, _ = self._arriving
+        return [np.unique(at[round_ == number]) for number in range(self.slice.rounds)]
+
+    def again(self, held: npt.NDArray[np.bool_]) -> tuple[_Cells, list[int]]:
+        """Of what lands, what was here already: (own cells by index, network bytes in each round)."""
+        round_, at, nbytes = self._arriving
+        known = held[at] if len(at) else np.zeros(0, dtype=np.bool_)
+        lost = np.bincount(round_[known], nbytes[known], self.slice.rounds).astype(np.int64)
+        return np.unique(at[known]), lost.tolist()
+
+    @cached_property
+    def reads(self) -> frozenset[int]:
+        """Positions of the members of this host whose source slots are read."""
+        legs = self.slice.legs
+        near = legs.peer[~legs.out & ((legs.kind == Kind.LOCAL) | (legs.kind == Kind.SELF))]
+        sends = legs.out & (legs.way >= 0)
+        return frozenset(np.unique(near).tolist()) | (frozenset({self.position}) if sends.any() else frozenset())
+
+    @cached_property
+    def lands(self) -> bool:
+        """Whether it needs its landing slot: cells land, or are sent from there."""
+        legs = self.slice.legs
+        return bool((~legs.out).any() or (legs.out & (legs.way < 0)).any())
+
+
+def part_of(doc: TransferDoc, plan: Plan, member: str) -> Part:
+    """What one member does. PlanError for one that takes no part."""
+    if member not in doc.present:
+        raise PlanError(f"{member} is not among those who take part in transfer {doc.id}: {', '.join(doc.present)}")
+    position = doc.members.index(member)
+    whole = plan.slice(position)
+    moves = ~whole.legs.install
+    piece = Slice(position, whole.plan, whole.tensors, whole.legs.take(moves), whole.message[moves], whole.rounds)
+    model, destination, target = plan.sources[0].layout, None, 0
+    grid: CellGrid | None = None
+    for party in plan.destinations:
+        ranks = party.members or ()
+        if position in ranks:
+            target = [t.content_id for t in plan.targets].index(party.layout.content_id)
+            destination, grid = (party.layout, ranks.index(position)), plan.cells[target]
+    own = grid.cells_of_rank(destination[1]) if grid is not None and destination is not None else np.zeros(0, np.int64)
+    raw = np.frombuffer(bits.unpack(doc.basis.get(member, ""), len(own)), dtype=np.uint8)
+    ranks_of = {at: rank for rank, at in enumerate(doc.source.members)}
+    return Part(
+        doc.plan,
+        piece,
+        doc.members,
+        tuple(at for at in range(len(doc.members)) if at not in doc.absent),
+        (model, ranks_of.get(position)),
+        destination,
+        target,
+        (len(own), doc.cell),
+        own,
+        np.unpackbits(raw, count=len(own)).astype(np.bool_),
+        ranks_of,
+    )
+
+
+@dataclass(eq=False)
+class Bound:
+    """A part over memory. Messages name ranks of the communicator."""
+
+    part: Part
+    program: Program
+    traffic: list[tuple[int, int]]  # bytes sent and received in each round
+
+
+def bind_part(part: Part, origins: Mapping[int, Origin], landing: LandingSlot | None, staging: Staging) -> Bound:
+    """Bind a part to its host's slots; origins by position. Some ms a hundred messages.
+
+    ArenaError for memory that is not what the layouts say, or is not there; PlanError if it needs more staging than the
+    plan may have."""
+    model, rank = part.source
+    peers: dict[int, PeerViews] = {}
+    for at in part.reads:
+        origin = _origin(part, origins, at)
+        peers[at] = SlotViews(part.members[at], part.source_rank[at], origin.reader, origin.slot, model)
+    held = {}
+    if part.position in part.reads and rank is not None:
+        mine = peers[part.position]
+        names = [name for name, layout in model.items() if layout.local_shape(rank) is not None]
+        held = {(0, name): mine.tensor(_source(name)) for name in names}
+    plan = StagingPlan(part.slice, Views(held, _targets(part, landing)), staging.limit)
+    program = bind(plan, staging.of(plan.nbytes), peers, part.slice.rounds)
+    rank_of = {at: number for number, at in enumerate(part.present)}
+    traffic = []
+    for r in program.rounds:
+        for message in (*r.sends, *r.receives):
+            message.peer = rank_of[message.peer]
+        sent, received = (sum(m.buffer.numel() for m in side) for side in (r.sends, r.receives))
+        traffic.append((sent, received))
+    # Sources stand still: who pulls from one needs no word of its owner, and says none.
+    return Bound(part, Program(program.rounds, set(), set(), program.staging_bytes), traffic)
+
+
+def _source(name: str) -> Key:
+    return ("s", 0, name)
+
+
+def _origin(part: Part, origins: Mapping[int, Origin], at: int) -> Origin:
+    if at not in origins or at not in part.source_rank:
+        raise ArenaError(f"the plan reads {part.members[at]}'s source slot, which did not come with the task; nothing was "
+                         "moved. Its arena must be held on this host")  # fmt: skip
+    return origins[at]
+
+
+def _targets(part: Part, landing: LandingSlot | None) -> dict[tuple[int, str], torch.Tensor]:
+    """The landing slot's tensors; checked against the layout."""
+    if not part.lands:
+        return {}
+    who = part.members[part.position]
+    if landing is None or part.destination is None:
+        raise ArenaError(
+            f"the plan lands cells in {who}, whose landing arena did not come with the task; nothing was moved"
+        )
+    if (landing.cells, landing.cell) != part.cells:
+        raise ArenaError(
+            f"{who}'s landing arena is of {landing.cells} cells of {landing.cell} bytes, the plan's are "
+            f"{part.cells[0]} of {part.cells[1]}; nothing was moved. Make it of the job's cell size"
+        )
+    layout, rank = part.destination
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for name, tensor in layout.items():
+        shape = tensor.local_shape(rank)
+        if shape is None:
+            continue
+        mine = landing.tensor(name)
+        if tuple(mine.shape) != shape or str(mine.dtype).removeprefix("torch.") != tensor.dtype:
+            raise ArenaError(
+                f"{who}'s landing arena has {name} as {mine.dtype}{list(mine.shape)}, the layout says "
+                f"{tensor.dtype}{list(shape)}; nothing was moved"
+            )
+        found[part.target, name] = mine
+    return found
+
+
+class Staging:
+    """Memory for what cannot go straight from slot to slot; kept, and made anew only to grow."""
+
+    def __init__(self, limit: int = 64 << 20) -> None:
+        self.limit = limit
+        self._arena: HostArena | None = None
+
+    def of(self, nbytes: int) -> HostArena | None:
+        """At least so many bytes; None for none."""
+        if nbytes and (self._arena is None or self._arena.nbytes < nbytes):
+            self._arena = HostArena(nbytes, "mover staging")
+        return self._arena if nbytes else None
+
+
+@dataclass
+class Carried:
+    """What a run moved: bytes in rounds that were completed, of cells now marked; resent: of those received, what was here
+    before. complete: all rounds were run."""
+
+    sent: int = 0
+    received: int = 0
+    resent: int = 0
+    cells: int = 0
+    seconds: float = 0.0
+    complete: bool = False
+    rounds: int = 0
+
+
+class _Watch:
+    """Gate, marks and words of one run."""
+
+    def __init__(
+        self, bound: Bound, origins: Mapping[int, Origin], landing: LandingSlot | None, gate: Gate, page: Page,
+        carried: Carried, begins: Callable[[], None], full: bool, salt: int,
+    ) -> None:  # fmt: skip
+        self.full, self.salt = full, salt
+        self._begins = begins
+        self._bound, self._part, self._gate, self._page = bound, bound.part, gate, page
+        self._origins = {at: origins[at] for at in bound.part.reads}
+        self._landing = landing if bound.part.lands else None
+        self._reset = landing.generation if landing is not None else 0
+        self._carried = carried
+        self._again = [0] * bound.part.slice.rounds
+
+    def prepare(self) -> None:
+        """What is received again counts as missing until it has: its bytes are about to be written."""
+        if self._landing is not None:
+            cells, self._again = self._part.again(self._landing.held)
+            self._landing.clear(cells)
+
+    def may_begin(self, number: int) -> bool:
+        self.waiting(None, -1)
+        may = self._gate.may_begin(number)
+        self._show()
+        if may:
+            self._begins()
+        return may
+
+    def changed(self) -> list[str]:
+        """Members whose slot, of those read, is not what was published any more."""
+        return [self._part.members[at] for at, origin in self._origins.items() if not origin.intact]
+
+    def intact(self) -> bool:
+        return not self.changed() and (self._landing is None or self._landing.generation == self._reset)
+
+    def landed(self, number: int) -> None:
+        if not self.intact():
+            raise _rewritten(self.changed() or [self._part.members[self._part.position]], f"during round {number}")
+        cells = self._part.landing[number]
+        if self._landing is not None:
+            self._landing.mark(cells)
+        sent, received = self._bound.traffic[number]
+        done = self._carried
+        done.sent, done.received, done.rounds = done.sent + sent, done.received + received, number + 1
+        done.cells, done.resent = done.cells + len(cells), done.resent + self._again[number]
+        self._show()
+
+    def waiting(self, peer: int | None, cell: int) -> None:
+        if peer is None:
+            self._page.waiting(None)
+        else:
+            self._page.waiting(self._part.present[peer], max(0, cell))
+
+    def _show(self) -> None:
+        done = self._carried
+        self._page.progress(
+            cells=done.cells, began=self._gate.began, sent=done.sent, received=done.received, resent=done.resent
+        )
+
+
+def _rewritten(members: Sequence[str], when: str) -> TransferError:
+    return TransferError(f"the slots of {', '.join(members)} were rewritten {when}; what was read since is not taken. "
+                         "Publish again")  # fmt: skip
+
+
+class _Carriage:
+    """A communicator's network, as the way of a run."""
+
+    channel: Final[DomainChannel | None] = None
+
+    def __init__(self, rank: int, network: Network | None, broke: Callable[[BaseException], None]) -> None:
+        self.rank, self._network, self.fail = rank, network, broke
+
+    @property
+    def network(self) -> Network:
+        if self._network is None:
+            raise TransferError(f"member {self.rank} is alone, but its plan has messages; nothing was moved")
+        return self._network
+
+
+def carry(
+    bound: Bound,
+    doc: TransferDoc,
+    origins: Mapping[int, Origin],
+    landing: LandingSlot | None,
+    network: Network | None,
+    gate: Gate,
+    page: Page,
+    deadline: float,
+    broke: Callable[[BaseException], None],
+    carried: Carried,
+    begins: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a part, up to the gate's end; `carried` has what was moved, also when it raises. Collective over the members
+    present; blocks, until `deadline` (time.monotonic) at most, in network operations as long as those do.
+
+    broke: called with the error first, to close the network. begins: called when a round was begun. network: None when
+    this member is alone. Raises PeerLost or TransferTimeout (their `members` are ranks), DigestMismatch, TransferError for
+    slots that were rewritten.
+    """
+    begun = time.monotonic()
+    watch = _Watch(
+        bound,
+        origins,
+        landing,
+        gate,
+        page,
+        carried,
+        begins,
+        doc.verify == "full",
+        xxhash.xxh3_64_intdigest(doc.id.encode()),
+    )
+    try:
+        watch.prepare()
+        changed = watch.changed()
+        if changed:
+            error = _rewritten(changed, "before anything was read")
+            broke(error)
+            raise error
+        carriage = _Carriage(bound.part.rank, network, broke)
+        run(bound.program, carriage, deadline, watch)
+        carried.complete = carried.rounds == bound.part.slice.rounds
+    finally:
+        carried.seconds = time.monotonic() - begun
+        page.waiting(None)

@@ -1,0 +1,102 @@
+"""Processes of one machine: named for ever by (pid, start), ended with proof, and locks between those that start them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+__all__ = ["Lock", "condemn", "end_process", "started"]
+
+
+class Lock:
+    """The lock file of a host, held by an open description: also by a child that inherits the descriptor.
+
+    take() never waits. Whoever holds it may remove the file; a taker looks whether its file is still the one there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.fd = -1
+
+    def take(self) -> bool:
+        """Whether it is ours now."""
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError:  # its folder has just been removed
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            there = os.stat(self._path)
+        except (BlockingIOError, FileNotFoundError):
+            os.close(fd)
+            return False
+        if (there.st_ino, there.st_dev) != (os.fstat(fd).st_ino, os.fstat(fd).st_dev):
+            os.close(fd)
+            return False
+        self.fd = fd
+        return True
+
+    def sign(self) -> None:
+        """Write into the file who holds it: this process."""
+        os.ftruncate(self.fd, 0)
+        os.pwrite(self.fd, json.dumps([os.getpid(), started(os.getpid())]).encode(), 0)
+
+    def clear(self) -> None:
+        """Write that nobody in particular holds it."""
+        os.ftruncate(self.fd, 0)
+
+    def holder(self) -> tuple[int, int] | None:
+        """The (pid, start) that is written in the file, whoever holds the lock now."""
+        with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+            pid, start = json.loads(self._path.read_text())
+            return int(pid), int(start)
+        return None
+
+    def remove(self) -> None:
+        """Remove the file, while it is held."""
+        self._path.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Give it back (a child that inherited it keeps it). May be called again."""
+        if self.fd >= 0:
+            fd, self.fd = self.fd, -1
+            os.close(fd)
+
+
+def started(pid: int) -> int:
+    """When a process started, in clock ticks since boot: with its pid this names it for ever. 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def end_process(pid: int, start: int, within: float) -> bool:
+    """SIGKILL the process that started at `start`, and wait for its end, up to `within` seconds; whether it has ended."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return started(pid) != start or condemn(pidfd, within)
+    finally:
+        os.close(pidfd)
+
+
+def condemn(pidfd: int, within: float) -> bool:
+    """SIGKILL by pidfd and proof of death, waiting up to `within` seconds for it; whether it came."""
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    deadline = time.monotonic() + within
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    while not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        if time.monotonic() >= deadline:
+            return False
+    return True

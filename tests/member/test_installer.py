@@ -1,0 +1,236 @@
+"""`Installer` where weights come from other hosts: which slots it reads, and how it ends when one is not what it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_reshard.arena.copies import raw
+from elastic_reshard.errors import ArenaError, GroupBroken
+from elastic_reshard.layout import ModelLayout
+from elastic_reshard.member.installer import Installer
+from elastic_reshard.member.puller import Prepared, Puller
+from elastic_reshard.protocol.docs import (
+    LandedDoc,
+    LandingDoc,
+    PublicationDoc,
+    PublicationState,
+    SourceDoc,
+    TicketDoc,
+    VerdictDoc,
+)
+from tests.member.desks import ME, Job
+from tests.member.landing import CELL, LandingRank, there
+from tests.member.test_lander import until
+from tests.member.test_puller import M2, S0, R, model
+from tests.member.world import Array, SourceRank, expected, whole_of
+
+SOURCE = ModelLayout({"w": model((16, 24), M2, S0), "b": model((40,), M2, R)})
+ONE = model((1,), M2, R).mesh.of([0], ("one",))
+WANTED = ModelLayout({"w": model((16, 24), ONE, R), "b": model((40,), ONE, R)})
+
+
+class Engine(Job):
+    """An engine of one rank on host "h"; trainer 0 is there, trainer 1 on host "far"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.remote.layouts |= {"S": SOURCE, "L1": WANTED}
+        self.live = {n: torch.zeros(t.shape, dtype=torch.bfloat16) for n, t in WANTED.items()}
+        puller = Puller(0, tensors=self.live, given=WANTED)
+        self.installer = Installer(self.desk, puller, cast(Any, self.remote), CELL, 0.0)
+        self.trainers = [SourceRank(SOURCE, rank) for rank in range(2)]
+        self.mine, self.other = (LandingRank(WANTED, 0, name) for name in (ME, "other@1"))
+        for seat in (self.mine, self.other):
+            self.link.arenas[seat.arena.arena_id] = (seat.arena.readonly_fd(), seat.arena.table())
+        for rank, trainer in enumerate(self.trainers):
+            self.link.arenas[f"t{rank}"] = (trainer.arena.readonly_fd(), trainer.arena.table())
+        near = there(SOURCE, WANTED, None, [0])
+        self.far = [c for c, (name, elements) in enumerate(self.mine.cells) if not near[name].ravel()[elements].all()]
+        self.tickets = 0
+
+    def wholes(self, version: int) -> dict[str, Array]:
+        return whole_of(SOURCE, WANTED, None, version)
+
+    def publish(self, version: int, hosts: tuple[str, str] = ("h", "far"), **more: Any) -> str:
+        """A committed version whose far half has landed: even cells with this member, odd ones with another group's."""
+        name, slot = f"p{version}", version % 2
+        origins = [trainer.publish(version, slot) for trainer in self.trainers]
+        for seat, odd in ((self.mine, 0), (self.other, 1)):
+            seat.land(name, self.wholes(version), [c for c in self.far if c % 2 == odd], slot)
+        landings = [
+            LandingDoc(member=s.member, group="g", rank=0, host="h", layout="L1", arena=s.arena.arena_id, slot=slot)
+            for s in (self.mine, self.other)
+        ]
+        # Neither are ours to read: of another host, and of another layout.
+        landings += [landings[0].model_copy(update={"host": "far", "arena": "xx"}),
+                     landings[0].model_copy(update={"layout": "L2", "arena": "yy"})]  # fmt: skip
+        doc = PublicationDoc(
+            id=name, weight_version=version, label=None, extras={}, group="t", seq=version, layout="S",
+            state=PublicationState.COMMITTED, landings=tuple(landings),
+            landed=(LandedDoc(host="h", layout="L1", ranks=(0,)),),
+            sources=tuple(SourceDoc(member=f"t{r}", rank=r, host=hosts[r], arena=f"t{r}", slot=slot, generation=o.generation)
+                          for r, o in enumerate(origins)),
+        )  # fmt: skip
+        self.tell(publications={name: doc.model_copy(update=more)}, committed=name)
+        return name
+
+    def install(self, version: int) -> Any:
+        """One call, with the supervisor's part played here: a ticket for its ask, and a verdict by its report."""
+        found: list[Any] = []
+
+        def call() -> None:
+            try:
+                found.append(self.installer.install(20.0))
+            except (GroupBroken, ArenaError) as error:
+                found.append(error)
+
+        caller = threading.Thread(target=call)
+        caller.start()
+        self.tickets += 1
+        until(lambda: self.core.install.asking or found)
+        if not found:
+            name, ask = f"k{self.tickets}", self.core.install.ask
+            self.tell(group={"ticket": TicketDoc(id=name, publication=f"p{version}", weight_version=version,
+                                                 attempt=1, asks={ME: ask}, within=9.0)})  # fmt: skip
+            until(lambda: self.core.install.outcome in ("pulled", "failed") or found)
+            good = self.core.install.outcome == "pulled"
+            self.tell(group={"ticket": None, "verdict": VerdictDoc(
+                ticket=name, verdict="current" if good else "partial", weight_version=version, publication=f"p{version}",
+                asks={ME: ask}, reason=self.core.install.reason, members=(ME,),
+            )})  # fmt: skip
+        caller.join(10.0)
+        assert not caller.is_alive()
+        return found[0]
+
+    def holds(self, version: int) -> bool:
+        want = expected(WANTED, self.wholes(version), 0)
+        return all(raw(self.live[n]).tobytes() == w.tobytes() for n, w in want.items())
+
+    def close(self) -> None:
+        self.installer.close()
+        self.link.close()
+        for seat in (self.mine, self.other):
+            seat.close()
+        for trainer in self.trainers:
+            trainer.reader.close()
+            trainer.arena.close()
+        self.trainers.clear()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    yield made
+    made.close()
+
+
+def test_near_sources_and_landed_cells_make_one_version(engine: Engine) -> None:
+    for version in (1, 2, 3):
+        engine.publish(version)
+        assert engine.core.installable() is not None
+        result = engine.install(version)
+        assert (result["weight_version"], result["changed"]) == (version, True)
+        assert result["nbytes"] == 2 * (16 * 24 + 40)
+        assert engine.holds(version)
+    assert set(engine.installer._readers) == {"t0"}  # what is far is not mapped, even if it could be
+    assert set(engine.installer._landing) == {engine.mine.arena.arena_id, engine.other.arena.arena_id}
+    assert 0 < len(engine.far) < len(engine.mine.own)
+    assert engine.installer.rehearse()() == result["nbytes"]
+
+
+def test_with_all_sources_near_landing_slots_are_not_looked_at(engine: Engine) -> None:
+    engine.publish(1, ("h", "h"))
+    engine.mine.writers[1].begin("other")
+    assert engine.install(1)["changed"]
+    assert engine.holds(1)
+    assert not engine.installer._landing
+
+
+def test_arenas_that_nothing_refers_to_any_more_are_unmapped(engine: Engine) -> None:
+    engine.publish(1)
+    engine.install(1)
+    engine.publish(2, ("h", "h"), landings=())
+    engine.tell(publications={"p1": None})
+    engine.install(2)
+    assert not engine.installer._landing
+
+
+def test_a_slot_that_was_reset_before_is_not_read_and_the_missing_tensors_are_named(engine: Engine) -> None:
+    engine.publish(1)
+    engine.other.writers[1].begin("p9")
+    broken = engine.install(1)
+    assert isinstance(broken, GroupBroken)
+    assert "host h" in str(broken)
+    assert "w " in str(broken)
+    assert not any(raw(t).any() for t in engine.live.values())
+    engine.publish(2)
+    assert engine.install(2)["changed"]
+    assert engine.holds(2)
+
+
+def test_a_source_slot_that_was_written_again_is_found_before_anything_is_touched(engine: Engine) -> None:
+    engine.publish(1)
+    engine.trainers[0].publish(2, slot=1)
+    broken = engine.install(1)
+    assert isinstance(broken, GroupBroken)
+    assert "slots of source ranks [0] were written again" in str(broken)
+    assert not any(raw(t).any() for t in engine.live.values())
+
+
+def test_a_missing_cell_breaks_the_install_and_names_its_tensor(engine: Engine) -> None:
+    engine.publish(1)
+    engine.mine.writers[1].clear(np.array([engine.mine.own.index(next(c for c in engine.far if c % 2 == 0))]))
+    broken = engine.install(1)
+    assert isinstance(broken, GroupBroken)
+    assert "no reachable member holds w " in str(broken)
+    assert engine.core.install.outcome == "failed"
+    assert not any(raw(t).any() for t in engine.live.values())
+
+
+@pytest.mark.parametrize("how", ["before", "during", "after"])
+def test_a_slot_that_is_reset_while_it_is_read_breaks_the_install(
+    engine: Engine, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.publish(1)
+    writer = engine.other.writers[1]
+
+    def meddle(name: str) -> None:
+        # Looked at, then reset before the copy; half reset when it ends; or reset whole by then.
+        if how == "before" and name == "member.install.pulling":
+            writer.begin("p9")
+        elif how == "during" and name == "member.install.pulling":
+            writer._word[0] += 1
+        elif how == "after" and name == "run":
+            writer.begin("p9")
+
+    monkeypatch.setattr("elastic_reshard.member.installer.hook", meddle)
+    if how == "after":
+        run = Prepared.run
+
+        def then(self: Prepared) -> int:
+            nbytes = run(self)
+            meddle("run")
+            return nbytes
+
+        monkeypatch.setattr(Prepared, "run", then)
+    broken = engine.install(1)
+    assert isinstance(broken, GroupBroken)
+    assert "landing slots of other@1 were reset" in str(broken)
+
+
+def test_no_memory_to_land_in_is_told_by_the_next_install(engine: Engine) -> None:
+    engine.desk.on_view = engine.installer.lander.attend
+    engine.remote.layouts["L1"] = ArenaError("the landing arena needs more than there is")
+    engine.trainer("far")
+    until(lambda: engine.installer.lander.failure is not None)
+    for _ in range(2):
+        refused = engine.install(1)
+        assert isinstance(refused, ArenaError)
+        assert "landing arena" in str(refused)
+    assert not engine.core.install.asking

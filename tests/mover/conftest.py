@@ -1,0 +1,5 @@
+"""Fixtures of the movers' tests."""
+
+from tests.mover.place import place
+
+__all__ = ["place"]

@@ -1,0 +1,126 @@
+"""One loss at a chosen moment of a transfer, and nothing else: what it costs (`tests/supervisor/sim/scenes.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from elastic_reshard.protocol.docs import PublicationState
+from tests.supervisor.sim.scenes import Scene
+
+SEEDS = range(12)  # by which survivors fail or hang, get out or have to be condemned
+
+
+def _kill_mover(scene: Scene) -> None:
+    scene.world.rng.choice(scene.movers()).die()
+
+
+def _freeze_mover(scene: Scene) -> None:
+    scene.world.rng.choice(scene.movers()).freeze()
+
+
+def _kill_source_mover(scene: Scene) -> None:
+    scene.world.rng.choice(scene.movers("t-")).die()
+
+
+def _kill_mover_and_member(scene: Scene) -> None:
+    mover = scene.world.rng.choice(scene.movers("t-"))
+    mover.die()
+    scene.world.members[mover.member].die()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_without_a_fault_each_cell_enters_a_domain_once(seed: int) -> None:
+    scene = Scene(seed, sharded=seed % 2 == 0, engines=(1, 3) if seed % 3 else (2, 2, 1))
+    epoch = scene.job.membership_epoch
+    for _ in range(3):
+        publication = scene.publish()
+        scene.until(lambda publication=publication: scene.current(publication), 10.0)  # type: ignore[misc]
+        assert scene.formed(publication) == 1
+    assert scene.most_arrivals() == 1
+    assert scene.job.membership_epoch == epoch
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("loss", [_kill_mover, _freeze_mover, _kill_source_mover, _kill_mover_and_member])
+def test_one_loss_causes_one_rebuild(seed: int, loss: Callable[[Scene], None]) -> None:
+    scene = Scene(seed)
+    first = scene.publish()
+    scene.until(lambda: scene.current(first), 10.0)
+    second = scene.publish()
+    scene.in_the_middle()
+    epoch = scene.job.membership_epoch
+    loss(scene)
+    took = scene.until(lambda: scene.current(second), 20.0)
+    assert scene.formed(second) == 2
+    assert scene.most_arrivals() == 1  # what had landed is not sent again
+    assert scene.job.membership_epoch == epoch + (2 if loss is _kill_mover_and_member else 1)
+    deadlines = scene.world.deadlines
+    assert took <= deadlines.mover_silent + deadlines.abort + deadlines.proof_of_death + 4.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_members_death_alone_breaks_no_transfer(seed: int) -> None:
+    scene = Scene(seed)
+    publication = scene.publish()
+    scene.in_the_middle()
+    scene.world.members[scene.movers("t-")[0].member].die()
+    scene.until(lambda: scene.current(publication), 10.0)
+    assert scene.formed(publication) == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_straggler_is_left_behind_not_killed_and_the_others_commit(seed: int) -> None:
+    scene = Scene(seed, engines=(2, 1), late_after=2.0)
+    scene.world.slow.add("e1")
+    publication = scene.publish()
+    took = scene.until(lambda: scene.state(publication) is PublicationState.COMMITTED, 10.0)
+    assert took <= 2.0 + 6.0  # a beat, the end of a slow round, and the next transfer
+    scene.until(lambda: scene.current(publication, ["e0"]), 5.0)
+    slow = scene.movers("e1-")
+    scene.until(lambda: scene.current(publication), 60.0)
+    assert slow
+    assert all(m.alive for m in slow)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_shard_that_nobody_holds_is_waited_for_then_given_up_and_everyone_goes_on_serving(seed: int) -> None:
+    scene = Scene(seed)
+    first = scene.publish()
+    scene.until(lambda: scene.current(first), 10.0)
+    second = scene.publish()
+    scene.in_the_middle()
+    for proc in scene.world.network.processes("h1"):
+        proc.die("with its host")
+    deadlines = scene.world.deadlines
+    took = scene.until(lambda: scene.state(second) is PublicationState.ABANDONED, 60.0)
+    assert "ShardLost" in scene.job.publications[second.id].doc.reason
+    assert deadlines.orphan_hold <= took <= deadlines.orphan_hold + deadlines.evict + deadlines.abort + 5.0
+    assert scene.current(first)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_joiner_elsewhere_is_served_by_its_peers(seed: int) -> None:
+    scene = Scene(seed, engines=(2, 1, 1))
+    joiner = scene.world.installers.pop()
+    publication = scene.publish()
+    scene.until(lambda: scene.current(publication), 20.0)
+    scene.world.gangs.remove(joiner)
+    for host in ("h0", "h1"):
+        for proc in scene.world.network.processes(host):
+            proc.die("with its host")
+    scene.join("late", scene.world.engines[0], "h1")
+    scene.until(lambda: scene.current(publication, ["late"]), 30.0)
+    assert scene.state(publication) is PublicationState.COMMITTED
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_is_slow_to_plan_is_not_waited_for(seed: int) -> None:
+    scene = Scene(seed, engines=(2, 1), late_after=2.0)
+    scene.world.dull.add("e1")
+    publication = scene.publish()
+    took = scene.until(lambda: scene.state(publication) is PublicationState.COMMITTED, 10.0)
+    assert took <= 2.0 + scene.world.deadlines.abort + 2.0
+    scene.world.dull.clear()
+    scene.until(lambda: scene.current(publication), 30.0)
