@@ -121,7 +121,12 @@ class Registry:
         """
         inner = _earlier(deadline)
         return self._formed(
-            store, lambda: backend.form(store, rank, size, inner, evidence), deadline, f"forming {store.name}"
+            store,
+            lambda: backend.form(store, rank, size, inner, evidence),
+            deadline,
+            f"forming {store.name}",
+            rank,
+            size,
         )
 
     def join(
@@ -137,7 +142,12 @@ class Registry:
         """`backend.join`, guarded as `form`."""
         inner = _earlier(deadline)
         return self._formed(
-            store, lambda: backend.join(store, rank, size, fresh, inner, evidence), deadline, f"joining {store.name}"
+            store,
+            lambda: backend.join(store, rank, size, fresh, inner, evidence),
+            deadline,
+            f"joining {store.name}",
+            rank,
+            size,
         )
 
     def shrink(
@@ -200,14 +210,21 @@ class Registry:
         return self._release(self._with_children([communicator]), "close", deadline)
 
     def _formed(
-        self, store: ControlStore, call: Callable[[], Communicator], deadline: float, what: str
+        self,
+        store: ControlStore,
+        call: Callable[[], Communicator],
+        deadline: float,
+        what: str,
+        rank: int,
+        size: int,
     ) -> Communicator:
         guarded = self._begin(store.name, store, call, what)
         while not guarded.wait(min(deadline, time.monotonic() + _LOOK_S)):
             if (store.error is not None or time.monotonic() >= deadline) and guarded.give_up():
                 raise store.error or TransferTimeout(
                     f"{what} did not end by its deadline; if it does not end soon, this process is to be ended; form anew "
-                    "under a new name"
+                    "under a new name",
+                    [other for other in range(size) if other != rank],
                 )
         communicator = self._end(store.name, guarded)
         if store.error is not None:  # cancelled while the last of it was done

@@ -2,8 +2,10 @@
 
 Armed by the environment variable ELASTIC_RESHARD_TEST_HOOKS, JSON {point: what}, what being one of
 "kill" (SIGKILL to itself), "stop" (SIGSTOP), "raise" (ProtocolError), {"wait": path} (until the file `path` exists;
-`path`.reached is made first), or {"do": one of these, "nth": 2, "once": path}: at the second passing in its process, and
-only in the process that is the first to make the file `path`.
+`path`.reached and `path`.PID are made first), or {"do": one of these, "nth": 2, "once": path}: at the second passing in its
+process, and only in the process that is the first to make the file `path`.
+
+"@FILE" instead of JSON: what the file says, read anew whenever another one has taken its place; passings count from then.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ _ROOMS: Final = {
 }
 POINTS: Final = frozenset(f"{room}.{step}" for room, steps in _ROOMS.items() for step in steps)
 _passed: Counter[str] = Counter()
+_file: Path | None = None
+_version = 0  # of the file, by its time
 
 
 def arm(text: str | None) -> dict[str, Any]:
@@ -63,11 +67,31 @@ def _known(what: dict[str, Any]) -> bool:
     return (waits or do in ("kill", "stop", "raise")) and set(what) <= {"do", "nth", "once"}
 
 
-_armed = arm(os.environ.get(VARIABLE))
+def _arm_by_environment() -> dict[str, Any]:
+    global _file
+    text = os.environ.get(VARIABLE)
+    if text is None or not text.startswith("@"):
+        return arm(text)
+    _file = Path(text[1:])
+    return {}
+
+
+def _look(file: Path) -> None:
+    """Take over what the file says now, if it is another one."""
+    global _armed, _version
+    version = file.stat().st_mtime_ns
+    if version != _version:
+        _armed, _version = arm(file.read_text()), version
+        _passed.clear()
+
+
+_armed = _arm_by_environment()
 
 
 def hook(point: str) -> None:
     """A point that tests can place a fault at. Returns at once unless hooks are armed."""
+    if _file is not None:
+        _look(_file)
     if not _armed:
         return
     if point not in POINTS:
@@ -82,6 +106,7 @@ def hook(point: str) -> None:
         case "raise":
             raise ProtocolError(f"raised by a test at {point}")
         case {"wait": path}:
+            Path(f"{path}.{os.getpid()}").touch()
             Path(f"{path}.reached").touch()
             while not Path(path).exists():
                 time.sleep(0.005)

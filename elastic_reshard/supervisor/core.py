@@ -141,6 +141,7 @@ def _settle(draft: Draft) -> None:
         holdings.prune(draft)
         _reconcile(draft)
         publishing.settle(draft)
+        holdings.note_near(draft)
         transfers.settle(draft)
         installing.settle(draft)
         publishing.settle(draft)

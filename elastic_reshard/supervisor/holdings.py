@@ -8,7 +8,7 @@ from dataclasses import replace
 from elastic_reshard.protocol.docs import LandedDoc, MemberState, PublicationDoc, PublicationState
 from elastic_reshard.supervisor.state import Draft, Group, Publication
 
-__all__ = ["has_all", "host_has", "kept", "lacking", "nobody_has", "prune", "reachable", "readable"]
+__all__ = ["has_all", "host_has", "kept", "lacking", "nobody_has", "note_near", "prune", "reachable", "readable"]
 
 _GONE = (MemberState.LOST, MemberState.FORFEIT, MemberState.REFUSED)
 _SERVED = (PublicationState.MOVING, PublicationState.COMMITTED)
@@ -75,7 +75,32 @@ def nobody_has(draft: Draft, publication: PublicationDoc) -> str:
     gone = [s.member for s in publication.sources if not kept(draft, s.member)]
     if not gone or any(kept(draft, part.member) for part in publication.landings):
         return ""
+    left = frozenset(s.rank for s in publication.sources if kept(draft, s.member))
+    if left and draft.covers(publication.layout, left):
+        return ""
     return f"the memory of {', '.join(gone)} is gone"
+
+
+def note_near(draft: Draft) -> None:
+    """Say of hosts on which replicas of the sources are enough that they have everything: members can't tell by themselves."""
+    for publication in list(draft.publications.values()):
+        doc = publication.doc
+        if doc.state not in _SERVED or len({s.host for s in doc.sources}) == 1:
+            continue
+        found = list(doc.landed)
+        for group in draft.groups.values():
+            layout = group.doc.destination_layout
+            for host, ranks in _by_host(draft, group).items() if layout is not None else ():
+                by = tuple(s.member for s in doc.sources if s.host == host and readable(draft, s.member))
+                here = [e for e in found if (e.host, e.layout) == (host, layout)]
+                if any(set(ranks) <= set(e.ranks) for e in here) or not by or len(by) == len(doc.sources):
+                    continue
+                if _covered(draft, doc, host):
+                    ranks_ = tuple(sorted({*ranks, *(r for e in here for r in e.ranks)}))
+                    found = [e for e in found if e not in here]
+                    found.append(LandedDoc(host=host, layout=layout or "", ranks=ranks_, by=by))
+        if len(found) != len(doc.landed) or found != list(doc.landed):
+            _replace(draft, publication, doc.landings, tuple(found))
 
 
 def prune(draft: Draft) -> None:

@@ -88,7 +88,10 @@ def _adopt(draft: Draft, group: Group, members: list[Member]) -> None:
     known = group.doc.verdict.ticket if group.doc.verdict is not None else ""
     asks = _asks(group, members)
     said = [m.said.install for m in members if m.said is not None and m.doc.id in asks]
-    begun = {i.ticket for i in said if i.ticket is not None and i.outcome != "none" and i.ticket != known}
+    # A rank that was frozen through several verdicts may state a ticket older than the last: judged, too.
+    begun = {
+        i.ticket for i in said if i.ticket is not None and i.outcome != "none" and _stamp(i.ticket) > _stamp(known)
+    }
     # Who was told CURRENT already need not ask any more.
     held = {m.doc.id: m.said.holding for m in members if m.said is not None and m.said.holding is not None}
     for ticket in sorted(begun):
@@ -113,6 +116,11 @@ def _adopt(draft: Draft, group: Group, members: list[Member]) -> None:
             _issue(draft, group, publication, ticket, asks, min(i.patience for i in said))
             _report(draft, draft.groups[group.doc.name], members)
         return
+
+
+def _stamp(ticket: str) -> tuple[int, ...]:
+    """(term, number) of a ticket."""
+    return tuple(map(int, ticket.rpartition(":")[2].split("."))) if ticket else (0, 0)
 
 
 def _can_end(publication: Publication, ticket: str, members: list[Member]) -> bool:

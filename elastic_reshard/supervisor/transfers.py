@@ -144,8 +144,12 @@ def _broken(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> 
     if transfer.doc.state is TransferState.FORMING and waited >= draft.deadlines.form:
         late = _not_ready(transfer, reports)
         return f"the movers of {', '.join(late)} were not ready within {draft.deadlines.form} s"
-    if transfer.doc.state is TransferState.STOPPING and waited >= draft.deadlines.stall:
-        return f"its movers did not stop within {draft.deadlines.stall} s"
+    stall = draft.deadlines.stall
+    # Some cells still come, but the others do not wait for a straggler to get as far as they are.
+    if transfer.doc.state is TransferState.STOPPING and (
+        draft.now - transfer.moved >= stall or draft.now - transfer.since >= 2 * stall
+    ):
+        return f"its movers did not stop within {2 * stall} s, or completed no cell within {stall} s"
     return ""
 
 
@@ -264,7 +268,11 @@ def _leave_behind(draft: Draft, transfer: Transfer, publication: Publication) ->
 
 
 def _stop(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> None:
-    """Once every mover has said which rounds it has begun, all end after the last of them."""
+    """Once every mover has said which rounds it has begun, all end after the last of them. A slow one is given its time."""
+    cells = sum(said.cells for said in reports.values())
+    if cells > transfer.cells:
+        transfer = replace(transfer, cells=cells, moved=draft.now)
+        draft.transfers[transfer.doc.id] = transfer
     present = transfer.doc.present
     held = [m for m in present if m in reports and (reports[m].held or reports[m].state == "out")]
     if transfer.doc.until is None and len(held) == len(present):

@@ -312,8 +312,10 @@ class Crew:
             return
         if transfer.state != TransferState.FORMING:
             self._absent(member, hand, transfer, now)
+        elif self._spent.get(member) == transfer.id:
+            return  # no second mover in one transfer
         elif hand is None:
-            if self._spent.get(member) == transfer.id or now < self._again.get(member, 0.0):
+            if now < self._again.get(member, 0.0):
                 return
             mover = self.mint()
             # Loading a nursery takes a while; a mover that was forked has `connect` to attach.

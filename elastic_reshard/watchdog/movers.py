@@ -105,6 +105,10 @@ class Movers:
                 self._condemn(self.crew.condemn(hand.mover, why))
         return not self.crew.hands and not any(not t.done() for t in self._tasks)
 
+    def stay(self) -> None:
+        """The watchdog is not about to go, or no longer: somebody has come."""
+        self._going = False
+
     def close(self, orderly: bool) -> None:
         """Let go of everything; the movers, if there are any left, live on. orderly: the nursery is told goodbye."""
         if self._timer is not None:

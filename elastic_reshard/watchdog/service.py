@@ -133,6 +133,8 @@ class Service:
         now = self.loop.time()
         why = "" if self.done.is_set() else self.house.departure(now)
         if not why:
+            self._going_since = None
+            self.movers.stay()
             return
         if not self.movers.end_all("the watchdog goes: " + why):
             # A mover whose end is not seen hangs in the kernel: nothing that we could wait for.
@@ -177,7 +179,7 @@ class Service:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return
-        if len(self._connections) - len(self._attached) >= _STRANGERS:
+        if sum(not (c.member or c.mover) for c in self._connections) >= _STRANGERS:
             sock.close()
             return
         connection = Connection(self, sock)

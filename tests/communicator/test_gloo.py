@@ -196,11 +196,16 @@ def aborts_beside_the_dead(me: Rank, dead: int, aborter: int, pairs: int, backwa
         )  # type: ignore[misc]
         assert isinstance(error, PeerLost), error
     world.meet("seen", [r for r in range(3) if r != dead])
+    waiter = 3 - dead - aborter
     if me.rank == aborter:
+        # What keeps gloo's group alive, as an operation that is blocked does: dropping it would close the pairs too.
+        held = [c.network.receive(waiter, torch.zeros(8, dtype=torch.uint8)) for c in formed_]
         world.board.get("waits")
         begun = time.monotonic()
         report = world.registry.abort_all(soon(5), "loss")
         took = time.monotonic() - begun
+        world.board.get("freed")
+        assert len(held) == pairs
         world.close()
         return report.out, len(report.returned), took
     pending = [c.network.receive(aborter, torch.zeros(8, dtype=torch.uint8)) for c in formed_]
@@ -208,6 +213,7 @@ def aborts_beside_the_dead(me: Rank, dead: int, aborter: int, pairs: int, backwa
     begun = time.monotonic()
     freed = [isinstance(error_of(lambda p=p: p.wait(soon(20))), PeerLost) for p in pending]  # type: ignore[misc]
     took = time.monotonic() - begun
+    world.board.set("freed")
     world.close()
     return all(freed), len(freed), took
 

@@ -31,7 +31,7 @@ from elastic_reshard.watchdog import runtime as watchdogs
 from tests.elastic import rank as on
 from tests.elastic.actors import LIMIT, Actor, Call, Died, Failed, Late, until
 
-__all__ = ["Actor", "Call", "Died", "Failed", "Gang", "Late", "World", "results", "same", "until"]
+__all__ = ["Actor", "Call", "Died", "Failed", "Gang", "Hold", "Late", "World", "results", "same", "until"]
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Gang(Sequence[Actor]):
     def seat(self, rank: int, **changes: Any) -> on.Seat:
         """Where a rank takes part."""
         w = self.world
-        environ = {hooks.VARIABLE: json.dumps(w.settings.hooks)} if w.settings.hooks else {}
+        environ = {hooks.VARIABLE: f"@{w.faults}"} if w.settings.hooks is not None else {}
         seat = on.Seat(
             w.url, str(w.runtime), w.token, self.name, self.size, rank, self.roles, self.hosts[rank], environ
         )
@@ -164,13 +164,34 @@ def same(found: Sequence[T]) -> T:
 @dataclass(frozen=True)
 class Settings:
     """How a world is set up. The hold is short, so that a world without a supervisor ends soon. hooks: faults in watchdogs,
-    nurseries and movers from their start."""
+    nurseries and movers from their start, and others later by `World.arm`; None: never any."""
 
     deadlines: Deadlines = field(default_factory=lambda: Deadlines(orphan_hold=2.0))
     policies: Policies = field(default_factory=Policies)
     token: str | None = None
     cell: int = 1 << 12
-    hooks: Mapping[str, Any] = field(default_factory=dict)
+    hooks: Mapping[str, Any] | None = None
+
+
+class Hold:
+    """Processes that wait at a point, until they are let go."""
+
+    def __init__(self, world: World, gate: Path) -> None:
+        self._world, self.gate = world, gate
+
+    def has(self, *members: str) -> dict[str, int]:
+        """Wait until the movers of these members are there; their processes, by member."""
+
+        def there() -> dict[str, int] | None:
+            pids = self._world.movers()
+            found = {m: pids[m] for m in members if m in pids and Path(f"{self.gate}.{pids[m]}").exists()}
+            return found if len(found) == len(members) else None
+
+        return until(there, f"the movers of {', '.join(members)} are held")
+
+    def release(self) -> None:
+        """All go on."""
+        self.gate.touch()
 
 
 class World:
@@ -180,7 +201,9 @@ class World:
         self.folder, self.settings = folder, settings or Settings()
         self.runtime = folder / "run"
         self.runtime.mkdir(mode=0o700)
-        self.journal = folder / "journal.sqlite"
+        self.journal, self.faults = folder / "journal.sqlite", folder / "faults.json"
+        self._holds = 0
+        self.arm(self.settings.hooks or {})
         self.job = "job"
         self.hosts: set[str] = set()
         self.url, self.token, self.term, self._port = "", self.settings.token, 0, 0
@@ -272,6 +295,21 @@ class World:
         """The transfer in hand, once it is in a state."""
         view = self.until(lambda v: any(t and t.state == state for t in v.transfers.values()), f"one is {state}", limit)
         return next(t for t in view.transfers.values() if t is not None and t.state == state)
+
+    # -- faults in watchdogs, nurseries and movers
+
+    def arm(self, plan: Mapping[str, Any]) -> None:
+        """Place faults in all of them from now on, in place of those before; passings count from now."""
+        fresh = self.faults.with_suffix(".new")
+        fresh.write_text(json.dumps(plan))
+        fresh.replace(self.faults)
+
+    def hold(self, point: str, nth: int = 1, **more: Any) -> Hold:
+        """All that come to a point, for the nth time from now, wait there. more: other faults, as for `arm`."""
+        self._holds += 1
+        held = Hold(self, self.folder / f"hold{self._holds}")
+        self.arm({point: {"do": {"wait": str(held.gate)}, "nth": nth}, **more})
+        return held
 
     # -- what the supervisor says
 

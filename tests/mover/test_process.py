@@ -235,8 +235,8 @@ def test_time_that_it_was_frozen_is_not_time_without_a_watchdog(place: Place, wa
     assert watch.wire is not None
     os.kill(born.pid, signal.SIGSTOP)
     time.sleep(1.3)
-    watch.wire.send(Tag.BEAT)
-    os.kill(born.pid, signal.SIGCONT)
     beats = watch.page.glance().beats if watch.page is not None else 0
+    os.kill(born.pid, signal.SIGCONT)
     until(lambda: watch.page is not None and watch.page.glance().beats >= beats + 3)
+    watch.wire.send(Tag.BEAT)
     assert started(born.pid) == born.start

@@ -73,6 +73,18 @@ def test_waits_for_a_file(tmp_path: Path) -> None:
         assert process.communicate(timeout=20)[0].endswith("through\n")
 
 
+def test_a_file_is_read_anew_when_another_takes_its_place(tmp_path: Path) -> None:
+    file, gate = tmp_path / "faults", tmp_path / "gate"
+    file.write_text(json.dumps({"watchdog.attached": {"do": {"wait": str(gate)}, "nth": 2}}))
+    with subprocess.Popen([sys.executable, "-c", PASSES], env={**os.environ, VARIABLE: f"@{file}"}) as process:
+        until(Path(f"{gate}.{process.pid}").exists)
+        fresh = tmp_path / "fresh"
+        fresh.write_text(json.dumps({"watchdog.attached": "kill"}))
+        fresh.replace(file)
+        gate.touch()
+        assert process.wait(20) == -signal.SIGKILL, "the passing after it is the first"
+
+
 def test_only_the_first_process(tmp_path: Path) -> None:
     armed = {"watchdog.attached": {"do": "kill", "once": str(tmp_path / "done")}}
     assert ran(armed)[0] == -signal.SIGKILL

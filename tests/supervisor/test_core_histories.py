@@ -6,7 +6,7 @@ import pytest
 
 from tests.supervisor.sim.run import play, play_many
 
-LONG = 20_000
+LONG = 6_000
 
 
 @pytest.mark.timeout(600)

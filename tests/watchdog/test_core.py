@@ -11,14 +11,18 @@ from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.docs import (
     GroupDoc,
     GroupState,
+    LandingDoc,
     MemberDoc,
     MemberState,
+    PartyDoc,
     PublicationDoc,
     PublicationState,
     SourceDoc,
     TicketDoc,
+    TransferDoc,
+    TransferState,
 )
-from elastic_reshard.protocol.messages import Ended, read_up
+from elastic_reshard.protocol.messages import Ended, LedgerSaid, MoverSaid, read_up
 from elastic_reshard.protocol.view import Farewell, Heard, Told
 from elastic_reshard.watchdog.core import House, Relay
 from elastic_reshard.watchdog.patience import Patience
@@ -143,6 +147,38 @@ def test_a_publication_of_another_host_or_arena_keeps_nothing() -> None:
     assert made.sweep(1.1) == [A]
     made = dead_owner(MemberState.LOST, publications=publication(B, PublicationState.COMMITTED))
     assert made.sweep(1.1) == [A]
+
+
+@pytest.mark.parametrize("where", ["publication", "transfer", "elsewhere", "released"])
+def test_a_landing_arena_is_kept_while_a_publication_or_a_transfer_refers_to_it(where: str) -> None:
+    landing = LandingDoc(
+        member=M, group="e", rank=0, host="b" if where == "elsewhere" else "a", layout="bb", arena=A, slot=0
+    )
+    state = PublicationState.RELEASED if where in ("transfer", "released") else PublicationState.COMMITTED
+    told = publication(B, state)["p1.1"].model_copy(update={"landings": (landing,) if where != "transfer" else ()})
+    party = PartyDoc(group="e", layout="bb", members=(0,))
+    moving = TransferDoc(
+        id="p1.1:1.1", publication="p1.1", epoch=1, state=TransferState.BREAKING, members=(M,), hosts=("a",), source=party,
+        destinations=(party,), landings=(landing,), cell=1, message=1, staging=1, plan="x",
+    )  # fmt: skip
+    transfers = {moving.id: moving} if where == "transfer" else {}
+    made = dead_owner(MemberState.LOST, publications={"p1.1": told}, transfers=transfers)
+    assert made.sweep(1.1) == ([] if where in ("publication", "transfer") else [A])
+
+
+def test_words_of_movers_are_said_in_order_and_only_to_one_that_hears() -> None:
+    made = house(M)
+    words = [LedgerSaid(member=M, arena=A, slot=0, publication="p1.1", bits=""),
+             MoverSaid(member=M, mover="a" * 32, transfer="t", state="out")]  # fmt: skip
+    made.say(words)
+    assert [m.kind for m in said(made)] == ["stated"], "the next Hello says it"
+    hello = read_up(made.hello(words[1:], words[:1]))  # type: ignore[arg-type]
+    assert (hello.movers, hello.ledgers) == ((words[1],), (words[0],))  # type: ignore[union-attr]
+    made.say(words)
+    assert said(made) == words
+    made.say(words)
+    made.cut()
+    assert said(made) == []
 
 
 def test_nothing_is_dropped_that_the_supervisor_may_not_have_heard_of() -> None:

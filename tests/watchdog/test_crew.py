@@ -260,7 +260,10 @@ def test_the_dead_are_replaced_for_another_transfer_only_and_after_the_proof() -
     [ended] = made.outgoing()
     assert (ended.state, ended.outcome, ended.condemned, ended.transfer) == ("ended", "failed", "for a test", doc().id)
     assert made.decide(scene(doc()), 0.0) == []
-    assert made.decide(scene(doc(2)), 0.0) == [Fork(Y, M)]
+    assert made.decide(scene(doc(), doc(2)), 0.0) == [Fork(Y, M)]
+    assert made.attach(Y, M, "", 8, 80, 0.1) == ""
+    assert made.decide(scene(doc()), 0.1) == [], "nor is another given the first"
+    assert made.decide(scene(doc(), doc(2)), 0.1) == [Assign(Y, doc(2), publication())]
 
 
 def test_what_an_out_mover_achieved_survives_its_end() -> None:

@@ -187,8 +187,9 @@ class Checks:
             rises = not was or job.publications[now].doc.weight_version > before.publications[was].doc.weight_version
             self.must(rises, f"committed went from {was} to {now}")
         else:
-            lives = all(self.world.arenas[s.arena].lives for s in self.minted[was].sources)
-            self.must(not lives, f"the committed {was} was lost, its arenas are there")
+            sources = self.minted[was].sources
+            left = frozenset(s.rank for s in sources if self.world.arenas[s.arena].lives)
+            self.must(not covers(self.minted[was].layout, left), f"the committed {was} was lost, its arenas are there")
 
     def _epoch(self, before: Job, job: Job, events: set[str]) -> None:
         if before.recover_from:

@@ -30,6 +30,7 @@ class Landings:
         self.at_work: dict[
             str, tuple[Mover, str]
         ] = {}  # member -> its mover that has a communicator, and of which transfer
+        self.excused: set[tuple[Mover, str]] = set()
         self.arrivals: dict[
             tuple[str, str, str, int], int
         ] = {}  # (publication, host, layout, cell) -> how often it landed
@@ -92,9 +93,14 @@ class Landings:
     def stepped(self, before: Job, job: Job, effects: Effects) -> None:
         """A supervisor has gone from one state to the next."""
         self.world.checks.must(len(job.transfers) <= 1, f"transfers {list(job.transfers)} at once")
+        self._excuse(job)
         for happened in effects.happened:
-            if happened.event == "transfer.forming":
-                self._forming(job, happened.fields["transfer"], happened.fields["publication"])
+            if happened.event in ("transfer.forming", "transfer.running"):
+                of = happened.fields["transfer"]
+                self._alone(job, of, happened.event == "transfer.running")
+                if happened.event == "transfer.forming":
+                    key = happened.fields["publication"]
+                    self.formed[key] = self.formed.get(key, 0) + 1
         for key, publication in job.publications.items():
             was = before.publications.get(key)
             if publication.doc.state in _IN_USE and (was is None or was.doc is not publication.doc):
@@ -106,13 +112,22 @@ class Landings:
                 f"transfer {transfer.doc.id} is {transfer.doc.state} since {since:.1f}",
             )
 
-    def _forming(self, job: Job, transfer: str, publication: str) -> None:
-        self.formed[publication] = self.formed.get(publication, 0) + 1
+    def _excuse(self, job: Job) -> None:
+        """Movers that could not be reached when others went on; they are out before they take part again."""
+        if self.world.clock.now < job.judge_from:
+            return
         draft = Draft(job, self.world.clock.now, covers)
+        for member in self.at_work:
+            if member not in job.members or not reachable(draft, member):
+                self.excused.add(self.at_work[member])
+
+    def _alone(self, job: Job, transfer: str, runs: bool) -> None:
+        """A new epoch forms only after each old mover that can be reached is out; none of its own members runs in another."""
+        present = job.transfers[transfer].doc.present if transfer in job.transfers else ()
         for member, (mover, of) in self.at_work.items():
             out = not mover.alive or mover.work is None or mover.work.out or mover.work.doc.id != of
-            gone = member not in job.members or not reachable(draft, member)
-            self.world.checks.must(out or gone or of == transfer, f"{transfer} forms while {mover.name} is in {of}")
+            gone = (mover, of) in self.excused and not (runs and member in present)
+            self.world.checks.must(out or gone or of == transfer, f"{transfer} goes on while {mover.name} is in {of}")
 
     def _claims(self, doc: PublicationDoc) -> None:
         """What is said to have landed is there, unless it has died with somebody meanwhile."""

@@ -130,7 +130,7 @@ class World:
         self.movers: dict[str, Mover] = {}
         self.meetings: dict[Any, Meeting] = {}
         self.landings = Landings(self)
-        self.slow: set[str] = set()  # groups whose movers are slow to carry, and to plan
+        self.slow: dict[str, float] = {}  # groups whose movers carry, or plan, slowly
         self.dull: set[str] = set()
         self.watchdogs: dict[str, Watchdog] = {}
         self.dogs = self.rounds = 0
@@ -170,10 +170,15 @@ class World:
         """Forked."""
         made = self.movers[mover] = Mover(self, host, member, mover, len(self.movers) + 1)
         self.clock.note("start", made.name)
-        if member.partition("-")[0] in self.slow:
-            made.slowness = 60.0
+        made.slowness = self.slow.get(member.partition("-")[0], 1.0)
         self.landings.forked(made)
         return made
+
+    def quicken(self) -> None:
+        """Nothing is slow any more."""
+        self.slow.clear()
+        for mover in self.movers.values():
+            mover.slowness = 1.0
 
     def dial(self, host: str = "") -> Supervisor | None:
         """Who answers at the supervisor's address."""
@@ -311,8 +316,7 @@ class World:
         self.network.heal()
         for proc in [*self.members.values(), *self.watchdogs.values(), *self.movers.values(), *self.supervisors]:
             proc.wake()
-        for mover in self.movers.values():
-            mover.slowness = 1.0
+        self.quicken()
         for old in self.supervisors[:-1]:
             old.die("an older one")
         if not self.supervisors[-1].alive:

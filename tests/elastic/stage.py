@@ -1,0 +1,112 @@
+"""A job over several hosts in which transfers take several rounds, so that something can happen in the middle of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_reshard.protocol.processes import started
+from tests.elastic import rank as on
+from tests.elastic.actors import Actor, _state, until
+from tests.elastic.world import Gang, Hold, World, results, same
+
+__all__ = ["BIG", "CELL", "MIDDLE", "Stage", "freeze", "gone", "kill", "wake"]
+
+# 32 MiB: four rounds when two members send it to two hosts.
+BIG = {f"w{i}": ((1024, 1024), "float32", 0) for i in range(8)}
+CELL = 1 << 14
+MIDDLE = 4  # of the passings of "mover.round": half has landed when a mover comes to its fourth
+
+
+class Stage:
+    """A trainer gang, and an engine for each list of hosts; all are joined."""
+
+    def __init__(
+        self,
+        world: World,
+        trainer: Sequence[str] = ("a",),
+        engines: Sequence[Sequence[str]] = (("b",), ("c",)),
+        shapes: Mapping[str, Any] = BIG,
+        size: int = 2,
+    ) -> None:
+        self.world, self.shapes = world, shapes
+        self.trainer = world.trainer(2, hosts=trainer)
+        self.engines = [world.engine(number, size, hosts=hosts) for number, hosts in enumerate(engines)]
+        world.join(self.trainer, *self.engines, shapes=shapes)
+
+    def serves(self, label: str, *engines: Gang) -> int:
+        """All ranks of these engines (all, if none are given) wait for it, install it and hold it bit for bit; the version."""
+        chosen = engines or self.engines
+        found = same(results([actor.begin(on.receive) for engine in chosen for actor in engine]))
+        for engine in chosen:
+            engine.holds(label)
+        return found
+
+    def refit(self, label: str) -> int:
+        """Publish, and see it served by all; the version."""
+        self.trainer.publish(label)
+        return self.serves(label)
+
+    def middle(self, label: str, *held: Actor, nth: int = MIDDLE, **more: Any) -> Hold:
+        """Publish, and wait until the movers of some (all, if none are given) are in the middle of the transfer: all wait
+        there to be released."""
+        hold = self.world.hold("mover.round", nth, **more)
+        self.trainer.publish(label)
+        everybody = [*self.trainer, *(actor for engine in self.engines for actor in engine)]
+        hold.has(*(actor.id for actor in held or everybody))
+        return hold
+
+    # -- what became of it
+
+    def publication(self, label: str) -> Any:
+        """Its document."""
+        return next(p for p in self.world.view().publications.values() if p is not None and p.label == label)
+
+    def attempts(self, label: str) -> int:
+        """Epochs in which it was moved."""
+        key = self.publication(label).id
+        return sum(e.fields["publication"] == key for e in self.world.events("transfer.forming"))
+
+    def broken(self, label: str) -> list[str]:
+        """Why its transfers broke."""
+        key = self.publication(label).id
+        return [e.fields["reason"] for e in self.world.events("transfer.breaking") if e.fields["publication"] == key]
+
+    def network(self, label: str) -> float:
+        """Bytes that went over the network for it."""
+        return float(self.publication(label).metrics["bytes_network"])
+
+    def one_rebuild(self, label: str, *named: Actor) -> None:
+        """One transfer of it broke, for the reason that the movers of these ended or these were lost, and the next one did
+        the rest: what had landed was not moved again."""
+        reasons = self.broken(label)
+        assert len(reasons) == 1, f"one loss is one rebuild: {reasons}"
+        assert self.attempts(label) == 2
+        assert any(actor.id in reasons[0] for actor in named), f"who was lost is named: {reasons[0]}"
+
+
+def kill(*pids: int) -> None:
+    """SIGKILL to all at once."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def freeze(pid: int) -> None:
+    """SIGSTOP, and see it stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: _state(pid) in "TX" or None, f"{pid} is stopped")
+
+
+def wake(pid: int) -> None:
+    """SIGCONT, if it is there."""
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        return
+
+
+def gone(pid: int, what: str, limit: float = 5.0) -> None:
+    """Wait for a process's end."""
+    until(lambda: started(pid) == 0 or None, f"{what} (process {pid}) has ended", limit)
