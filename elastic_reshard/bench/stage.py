@@ -198,13 +198,14 @@ class Stage:
         for actor, call in calls:
             actor.id = call.result()
 
-    def start_supervisor(self) -> None:
-        """Start it, or start it again on the same journal and port."""
+    def start_supervisor(self) -> float:
+        """Start it, or start it again on the same journal and port; when it was there (time.monotonic)."""
         options = Options(job=_JOB, port=self._port, journal=self.folder / "journal.sqlite", token=self.token or None,
                           runtime=self.folder, cell=self._cell)  # fmt: skip
         self.supervisor = self.actor("supervisor")
         self.url, self.token = self.supervisor.do(on.serve, options)
         self._port = int(self.url.rpartition(":")[2])
+        return time.monotonic()
 
     def kill_supervisor(self) -> None:
         """SIGKILL, and its end."""

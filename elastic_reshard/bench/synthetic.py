@@ -50,9 +50,7 @@ def uniform(nbytes: int, trainers: int, engines: int, ranks: int) -> Layouts:
     return _laid_out({f"large.{n}": ((rows, width), 0) for n in range(count)}, trainers, engines, ranks)
 
 
-def _laid_out(
-    dims: dict[str, tuple[tuple[int, ...], int | None]], trainers: int, engines: int, ranks: int
-) -> Layouts:
+def _laid_out(dims: dict[str, tuple[tuple[int, ...], int | None]], trainers: int, engines: int, ranks: int) -> Layouts:
     fsdp, tp = Mesh.arange((trainers,)), Mesh.arange((ranks,))
     both = Mesh.arange((engines, ranks), ("dp", "tp"), first=trainers)
     made: tuple[dict[str, TensorLayout], ...] = ({}, {}, {})

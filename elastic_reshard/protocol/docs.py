@@ -104,8 +104,8 @@ class LandedDoc(Message):
 
 
 class PublicationDoc(Message):
-    """One version on its way. ranks: of its source group, of which `sources` may be some. landings: slots of landing arenas that
-    hold some of it; landed: hosts in which all has arrived."""
+    """One version on its way. ranks: of its source group, of which `sources` may be some. landings: slots of landing arenas
+    that hold some of it; landed: hosts in which all has arrived."""
 
     id: str
     weight_version: Count

@@ -172,8 +172,8 @@ class GlooNetwork:
         group, self._group = self._group, None
         if group is None or self._size == 1:
             return
-        # Neither abort() nor shutdown() frees a blocked operation; a wait that times out closes every pair (measured). Of a peer
-        # whose pair is closed already the receive fails at once and closes nothing: so each is tried.
+        # Neither abort() nor shutdown() frees a blocked operation; a wait that times out closes every pair (measured). Of a
+        # peer whose pair is closed already the receive fails at once and closes nothing: so each is tried.
         for step in range(1, self._size):
             peer = (self._rank + step) % self._size
             with suppress(RuntimeError):

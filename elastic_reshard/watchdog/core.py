@@ -219,8 +219,11 @@ class House:
     # -- the supervisor
 
     def ready(self, now: float) -> bool:
-        """Whether to introduce itself: somebody has settled, and those expected too, or they had their time."""
-        if not any(m.settled and m.ended is None for m in self.members.values()):
+        """Whether to introduce itself: somebody has settled or left something, and those expected too, or they had their
+        time."""
+        # What dead members have left to be served is worth a connection too.
+        here = (m.settled and (m.ended is None or self._keeps(name)) for name, m in self.members.items())
+        if not any(here):
             return False
         waiting = self.expected or any(m.away_since is None and not m.settled for m in self.members.values())
         return not waiting or now - self.born >= self.deadlines.watchdog_silent / 2
@@ -315,9 +318,16 @@ class House:
             return "the job is over"
         if not self._attached_ever:
             return "no member has come" if empty >= 2 * self.deadlines.connect else ""
-        if self._orderly and not self._away():
+        if self._orderly and not self._away() and not self._at_work():
             return "its last member has left"
         return "its members are gone" if empty >= self.deadlines.orphan_hold else ""
+
+    def _at_work(self) -> bool:
+        """Whether a transfer needs what those who left have here: as long as the supervisor says so, and it is heard."""
+        moving = {p.id for p in self.view.publications.values() if p.state is PublicationState.MOVING}
+        parts = [s.host for p in self.view.publications.values() if p.id in moving for s in p.sources]
+        parts += [host for t in self.view.transfers.values() for host in t.hosts]
+        return self.obeyed and self.host in parts
 
     def _away(self) -> Iterable[str]:
         """Living members without a connection: they may come back; also those that a predecessor served."""

@@ -1,8 +1,8 @@
 """What a watchdog decides about movers: whom to fork, what to tell, whom to condemn. Pure: no I/O, time is passed in.
 
 `movers.py` drives it. Levels: `decide` compares the transfers of the view with the movers that are there, each time anew.
-A mover is condemned when its beats stop, when it is not out of a broken epoch in time, when its work failed, and when
-nobody needs it any more; it is replaced, for another transfer, only after the proof of its death.
+A mover is condemned when its beats stop, when it is not out of a broken epoch in time, when its own work failed, and
+when nobody needs it any more; it is replaced, for another transfer, only after the proof of its death.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from elastic_reshard.watchdog.patience import Patience
 __all__ = ["Action", "Assign", "Condemn", "Crew", "Fetch", "Fork", "Hand", "Order", "Scene", "arenas_of", "foreseen"]
 
 NOBODY: Final = "0" * 32  # the mover of a member that has none
+_OF_PEERS: Final = ("PeerLost", "PeerRefused", "TransferTimeout")
 _AGAIN: Final = 0.5  # seconds before a fork that failed is tried again
 
 
@@ -287,7 +288,7 @@ class Crew:
         """Tell a mover what has changed, and judge it by it."""
         if hand.condemned or not hand.pid:
             return
-        if hand.said is not None and hand.said.state == "out" and hand.said.outcome == "failed":
+        if hand.said is not None and hand.said.state == "out" and _unsound(hand.said):
             yield self.condemn(hand.mover, f"its work failed: {hand.said.error} {hand.said.reason}"[:1000])
             return
         if not scene.current and hand.transfer and hand.transfer not in scene.view.transfers:
@@ -365,6 +366,11 @@ class Crew:
         for member, transfer in list(self._spent.items()):
             if transfer not in scene.view.transfers and member not in living:
                 del self._spent[member]
+
+
+def _unsound(said: MoverSaid) -> bool:
+    """Whether its own work failed. One that is out because of its peers is as good as before, and its maps are warm."""
+    return said.outcome == "failed" and said.error not in _OF_PEERS
 
 
 def _crewed(transfer: TransferDoc, host: str) -> Iterator[str]:

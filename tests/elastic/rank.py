@@ -41,6 +41,7 @@ __all__ = [
     "install",
     "join",
     "leave",
+    "leave_when_asked",
     "main",
     "model",
     "publish",
@@ -272,6 +273,14 @@ def leave(state: State) -> None:
     """Leave, and be no member."""
     state.m.leave(10.0)
     state.member = None
+
+
+def leave_when_asked(state: State, timeout: float = 20.0) -> int:
+    """Wait until it is asked to leave, and leave; the version that it served."""
+    assert events(state, "leave", timeout)[-1][0] == "leave", "it was asked to leave"
+    served = version(state)
+    leave(state)
+    return served
 
 
 def arm(_: State, plan: Mapping[str, Any]) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_reshard.protocol.processes import started
+from elastic_reshard.protocol.wire import credentials
+from elastic_reshard.watchdog.runtime import Paths
 from tests.elastic import rank as on
 from tests.elastic.actors import Actor, _state, until
 from tests.elastic.world import Gang, Hold, World, results, same
 
-__all__ = ["BIG", "CELL", "MIDDLE", "Stage", "freeze", "gone", "kill", "wake"]
+__all__ = ["BIG", "CELL", "MIDDLE", "Stage", "everything_of", "freeze", "gone", "kill", "nursery", "vanish", "wake"]
 
 # 32 MiB: four rounds when two members send it to two hosts.
 BIG = {f"w{i}": ((1024, 1024), "float32", 0) for i in range(8)}
@@ -110,3 +113,27 @@ def wake(pid: int) -> None:
 def gone(pid: int, what: str, limit: float = 5.0) -> None:
     """Wait for a process's end."""
     until(lambda: started(pid) == 0 or None, f"{what} (process {pid}) has ended", limit)
+
+
+def everything_of(world: World, host: str) -> list[int]:
+    """All processes of a host: its watchdog, its members', their movers."""
+    record = world.watchdog(host)
+    members = [resident.pid for resident in record.members.values() if resident.ended is None]
+    return [record.pid, *members, *world.movers(host).values()]
+
+
+def vanish(world: World, host: str) -> None:
+    """All processes of a host are killed at once, and have ended. (A machine's nursery is of all its labelled hosts.)"""
+    pids = everything_of(world, host)
+    for pid in pids:  # so that none sees another's end
+        os.kill(pid, signal.SIGSTOP)
+    kill(*pids)
+    for pid in pids:
+        gone(pid, f"a process of host {host}")
+
+
+def nursery(world: World) -> int:
+    """The machine's forkserver: whoever listens at its socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        sock.connect(str(Paths.of_nursery(world.job, world.runtime).sock))
+        return credentials(sock).pid

@@ -155,7 +155,7 @@ BREAKAGES: dict[str, tuple[ModuleType, str, str]] = {
 }
 
 
-ENOUGH = 60  # histories
+ENOUGH = 100  # histories
 
 
 def _texts() -> str:

@@ -276,14 +276,14 @@ def test_what_an_out_mover_achieved_survives_its_end() -> None:
 
 def test_one_whose_work_failed_is_condemned_after_it_was_heard() -> None:
     made = running()
-    say(made, "out", outcome="failed", error="PeerLost", reason="gone")
+    say(made, "out", outcome="failed", error="DigestMismatch", reason="other bytes")
     assert [m.state for m in made.outgoing()] == ["out"]
     [found] = made.decide(scene(doc(state=TransferState.RUNNING)), 1.0)
     assert isinstance(found, Condemn)
-    assert "PeerLost" in found.why
-    for outcome in ("done", "stopped", "refused"):
+    assert "DigestMismatch" in found.why
+    for outcome, error in (("done", ""), ("stopped", ""), ("refused", "ShardLost"), ("failed", "PeerLost")):
         other = running()
-        say(other, "out", outcome=outcome)
+        say(other, "out", outcome=outcome, error=error)
         assert other.decide(scene(doc(state=TransferState.RUNNING)), 1.0) == []
 
 

@@ -249,9 +249,9 @@ def test_one_whose_work_failed_is_replaced(crew: Crewed) -> None:
     ready = crew.said(doc, "ready", 10.0)
     crew.tell(doc, state=TransferState.RUNNING, values={OTHER: {"a": "00"}, crew.member: ready.values})
     out, ended = crew.said(doc, "out"), crew.said(doc, "ended")
-    assert (out.outcome, out.error, out.condemned) == ("failed", "PeerLost", "")
-    assert (ended.outcome, ended.error) == ("failed", "PeerLost")
-    assert "its work failed: PeerLost" in ended.condemned
+    assert (out.outcome, out.error, out.condemned) == ("failed", "DigestMismatch", "")
+    assert (ended.outcome, ended.error) == ("failed", "DigestMismatch")
+    assert "its work failed: DigestMismatch" in ended.condemned
     second = crew.running("quick")
     assert crew.said(second, "out").mover != ended.mover
 

@@ -55,6 +55,7 @@ class Checks:
         self.refused: set[str] = set()
         self.obeyed: dict[str, int] = {}
         self.given_up: set[int] = set()  # rounds that an operator abandoned
+        self.voided = False
         self.told_current: dict[str, dict[str, str]] = {}  # ticket -> member -> what it was told to hold
 
     def fail(self, what: str) -> None:
@@ -121,6 +122,9 @@ class Checks:
             self._recovered(newest, job)
             return
         for happened in effects.happened:
+            if happened.event == "group.counts_anew":
+                self.voided = True  # what its ranks offered is given up, and told so
+                self.given_up |= self.published
             if happened.event == "member.refused":
                 self.refused.add(happened.fields["member"])
             if happened.event.startswith("publication."):

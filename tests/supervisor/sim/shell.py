@@ -208,10 +208,9 @@ class Supervisor(Proc):
 
     def _hang_up_on_silent(self, effects: Effects) -> None:
         """A host that was given up and is still connected must say Hello again."""
-        for happened in effects.happened:
-            link = self.feeds.get(happened.fields["host"]) if happened.event == "host.silent" else None
+        for host in effects.silent:
+            link = self.feeds.pop(host, None)
             if link is not None:
-                del self.feeds[happened.fields["host"]]
                 link.close(self)
 
     def _may_crash(self, when: str) -> bool:

@@ -342,6 +342,8 @@ class World:
             for gang in self.gangs:
                 if trains or gang is not self.trainer or "destination" in gang.roles:
                     gang.complete()
+            if self.checks.voided:
+                self.checks.voided, final = False, 0
             if trains and not final and self.trainer.round():
                 final = self.rounds
             self._until(self.clock.now + 0.5)
