@@ -1,4 +1,4 @@
-"""The processes of a soak's job: started, found, started again. As an orchestrator would, it knows pids and names, no protocol."""
+"""The processes of a soak's job: started, found, started again. As an orchestrator does, it knows pids and names."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from chaos import players, plants
+from chaos import plants, players
 from chaos.relay import Relay
 from elastic_reshard.protocol.deadlines import Deadlines, Policies
 from elastic_reshard.protocol.processes import started
 from elastic_reshard.supervisor.server import Options
 from elastic_reshard.watchdog import runtime as watchdogs
 from tests import processes
-from tests.elastic import actors
 
 __all__ = ["HOSTS", "JOB", "Cast", "Player", "Seat", "state_of"]
 
 JOB, TOKEN = "soak", "the-token-of-the-soak"
-# Orphans are kept long enough for an orchestrator to bring a host back.
-DEADLINES = Deadlines(orphan_hold=12.0)
+# Orphans are kept as long as an orchestrator mostly takes to bring a host back.
+DEADLINES = Deadlines(orphan_hold=6.0)
 POLICIES = Policies(late_after=3.0, gather_window=2.0, install=8.0)
 CELL = 1 << 14
-assert actors  # it says what the processes' forkserver loads
+_PRELOAD = ["torch", "torch.distributed.tensor", "chaos.players", "elastic_reshard.supervisor.api"]
 
 
 @dataclass(frozen=True)
@@ -92,6 +91,7 @@ class Cast:
     """Everybody. One thread."""
 
     def __init__(self, folder: Path, soak: str, plant: str) -> None:
+        processes._context.set_forkserver_preload(_PRELOAD)
         self.folder, self.runtime = folder, folder / "run"
         self.runtime.mkdir(mode=0o700)
         self.records = folder / "records"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from chaos.cast import HOSTS, Cast, Player, send, state_of
 
-__all__ = ["Fault", "Hurt", "Script", "inflict"]
+__all__ = ["Fault", "Hurt", "Script", "hurt_of", "inflict"]
 
 # (what, to what): how often. kill: SIGKILL. stop: SIGSTOP for good (the orchestrator ends members and supervisors that do not
 # answer; everybody else is the job's own to replace). pause: SIGSTOP, then SIGCONT. vanish: all of a host at once.
@@ -86,41 +86,45 @@ class Script:
     """The same faults in the same order for the same seed; whom they hit depends on who is there."""
 
     def __init__(self, seed: int, plant: str) -> None:
-        self.random = random.Random(seed)
+        self._random, self.choose = (
+            random.Random(seed),
+            random.Random(seed + 1),
+        )  # what, and whom: that depends on the moment
         self._plant, self._number = plant, 0
 
-    def next(self, overlaps: bool) -> Fault:
-        """The next one."""
+    def next(self, overlaps: bool, kind: tuple[str, str] | None = None) -> Fault:
+        """The next one; of a kind that is wanted."""
         self._number += 1
         kinds = list(KINDS)
-        action, target = self.random.choices(kinds, [KINDS[kind] for kind in kinds])[0]
+        action, target = self._random.choices(kinds, [KINDS[kind] for kind in kinds])[0]
+        action, target = kind or (action, target)
         hold = self._hold(action, target)
         if self._plant and self._number % 2:
-            action, target = self.random.choice(_SHOWS[self._plant])
+            action, target = self._random.choice(_SHOWS[self._plant])
         return Fault(self._number, action, target, hold, overlaps)
 
     def _hold(self, action: str, target: str) -> float:
-        short = 0.1 + 0.9 * self.random.random()
-        long = self.random.uniform(1.0, 8.0)
+        short = 0.1 + 0.9 * self._random.random()
+        long = self._random.uniform(1.0, 7.0)
         if action == "kill":
             return short
         if action == "vanish":
             return long
         # Half of those that wake do so before anybody may have given them up.
-        return long if action == "stop" or self.random.random() < 0.5 else short
+        return long if action == "stop" or self._random.random() < 0.5 else short
 
     def gap(self) -> float:
         """Seconds between a recovery and the next fault."""
-        return self.random.uniform(0.05, 1.2)
+        return self._random.uniform(0.05, 1.2)
 
     def second(self) -> float | None:
         """Seconds after a fault at which another comes, mostly None."""
-        after = self.random.uniform(0.02, 2.0)
-        return after if self.random.random() < 0.25 else None
+        after = self._random.uniform(0.02, 2.0)
+        return after if self._random.random() < 0.35 else None
 
     def holds_open(self) -> bool:
         """Whether a transfer is to be held open around the fault."""
-        return self.random.random() < 0.5
+        return self._random.random() < 0.5
 
 
 def inflict(fault: Fault, cast: Cast, script: Script, spared: set[str]) -> bool:
@@ -145,17 +149,15 @@ def _again(fault: Fault, cast: Cast) -> None:
 
 
 def _victims(fault: Fault, cast: Cast, script: Script, spared: set[str]) -> Iterator[Hurt]:
-    choose = script.random.choice
+    choose = script.choose.choice
     members = sorted(n for n, p in cast.members.items() if p.alive and p.id and n not in spared)
     free = [h for h in HOSTS if not any(n in spared for n in (f"watchdog {h}", f"host {h}"))]
     match fault.target:
         case "member" if members:
-            yield _member(cast.members[choose(members)])
+            yield hurt_of(cast.members[choose(members)])
         case "mover" | "member and mover":
             movers = {
-                member.rpartition("@")[0] or member: (*hand, host)
-                for host in HOSTS
-                for member, hand in cast.movers(host).items()
+                member.rpartition("@")[0]: (*hand, host) for host in HOSTS for member, hand in cast.movers(host).items()
             }
             yield from _mover(fault, cast, movers, members, script)
         case "watchdog" if free:
@@ -180,15 +182,16 @@ def _mover(
     names = sorted(movers if fault.target == "mover" else movers.keys() & set(members))
     if not names:
         return
-    name = script.random.choice(names)
+    name = script.choose.choice(names)
     pid, start, host = movers[name]
     fault.host = host
     yield Hurt("mover", name, host, pid, start)
     if fault.target == "member and mover":
-        yield _member(cast.members[name])
+        yield hurt_of(cast.members[name])
 
 
-def _member(player: Player) -> Hurt:
+def hurt_of(player: Player) -> Hurt:
+    """A member, as somebody who is hurt."""
     assert player.seat is not None
     return Hurt("member", player.name, player.seat.host, player.pid, player.start)
 
@@ -196,10 +199,10 @@ def _member(player: Player) -> Hurt:
 def _of_host(host: str, cast: Cast) -> Iterator[Hurt]:
     for player in cast.members.values():
         if player.seat is not None and player.seat.host == host and player.alive:
-            yield _member(player)
+            yield hurt_of(player)
     movers = cast.movers(host)
     record = cast.watchdog(host)
     if record is not None:
         yield Hurt("watchdog", f"watchdog {host}", host, record.pid, record.start)
     for member, (pid, start) in movers.items():
-        yield Hurt("mover", member, host, pid, start)
+        yield Hurt("mover", member.rpartition("@")[0], host, pid, start)

@@ -18,12 +18,20 @@ __all__ = ["Finding", "Observer"]
 GRACE = 2.5  # seconds by which a call may be late, on a machine that is busy
 AFTERMATH = 15.0  # seconds for which a fault explains what happens to others
 ZOMBIE = 15.0  # seconds in which a supervisor that wakes with an older term must be gone
-_ALWAYS = {"receive": {"RefitTimeout"}, "install": {"NothingInstallable"}, "join": set(), "publish": set(), "wait": set()}
+_ALWAYS = {
+    "receive": {"RefitTimeout"},
+    "install": {"NothingInstallable"},
+    "join": set(),
+    "publish": set(),
+    "wait": {"RefitTimeout"},
+    "watch": set(),
+}
 # What a call may say when somebody was hurt.
 _AFTER_A_FAULT = {
     "join": {"RefitTimeout", "SupervisorUnreachable"},
     "publish": {"SlotsBusy", "SupervisorUnreachable"},
-    "wait": {"RefitTimeout", "PublicationAbandoned"},
+    "wait": {"PublicationAbandoned"},
+    "watch": set(),
     "receive": {"RefitTimeout", "GroupBroken", "NothingInstallable", "SupervisorUnreachable"},
     "install": {"RefitTimeout", "GroupBroken", "NothingInstallable", "SupervisorUnreachable"},
 }
@@ -64,6 +72,7 @@ class Observer:
     events: Counter[str] = field(default_factory=Counter)
     installed: dict[str, tuple[float, int]] = field(default_factory=dict)  # name -> when, which step
     groups: Mapping[str, str] = field(default_factory=dict)  # group of each member's name
+    over: bool = False  # the job ends: who goes now was asked to
     _open: dict[tuple[int, int], _Open] = field(default_factory=dict)
     _sections: dict[str, list[tuple[float, float, int, str]]] = field(default_factory=lambda: defaultdict(list))
     _served: dict[int, int] = field(default_factory=dict)  # last version by process
@@ -204,13 +213,13 @@ class Observer:
     def _silent(self, at: float, host: str, detail: str) -> None:
         vanished, watchdog = self._hosts_of(host, at)
         members = [who for who, where in self._where.items() if where == host]
-        if not vanished and not (watchdog and self.hurt(at, *members)):
+        if not self.over and not vanished and not (watchdog and self.hurt(at, *members)):
             self.alarms.append(Finding(at, "a host was given up", host, detail))
 
     def _given_up(self, at: float, name: str, detail: str) -> None:
         host = self._where.get(name, "")
         vanished, _ = self._hosts_of(host, at)
-        if not vanished and not self.hurt(at, name):
+        if not self.over and not vanished and not self.hurt(at, name):
             self.alarms.append(Finding(at, "a member was given up", name, detail))
 
     def seats(self, where: Mapping[str, str], groups: Mapping[str, str]) -> None:

@@ -186,18 +186,26 @@ def _listens(process: ModuleType) -> None:
     process._Mover.run = hearing
 
 
-def _forgetful(crew: ModuleType) -> None:
-    decide = crew.Crew.decide
+def _forgetful(movers: ModuleType) -> None:
+    act = movers.Movers.act
 
-    def forget(self: Any, scene: Any, now: float) -> Any:
-        actions = decide(self, scene, now)
-        for mover, hand in list(self.hands.items()):
+    def forget(self: Any) -> None:
+        act(self)
+        scene = self._scene()
+        for mover, hand in list(self.crew.hands.items()):
             over = hand.transfer and not hand.busy and hand.transfer not in scene.view.transfers
-            if scene.current and over and hand.told is None and not hand.condemned:
-                del self.hands[mover]
-        return [a for a in actions if getattr(a, "mover", None) is None or a.mover in self.hands]
+            if scene.current and over and hand.told is None and not hand.condemned and mover in self._pages:
+                del self.crew.hands[mover]
+                self._pages.pop(mover).close()
+                pidfd = self._pidfds.pop(mover)
+                self._service.loop.remove_reader(pidfd)
+                os.close(pidfd)
+                connection = self._connections.pop(mover, None)
+                if connection is not None:
+                    connection.mover = ""
+                    connection.close("it was forgotten")
 
-    crew.Crew.decide = forget
+    movers.Movers.act = forget
 
 
 def _clinging(process: ModuleType) -> None:
@@ -221,5 +229,5 @@ _PLANTED: dict[str, dict[str, Callable[[ModuleType], None]]] = {
         "elastic_reshard.mover.carry": _writing,
         "elastic_reshard.mover.process": _listens,
     },
-    "leak": {"elastic_reshard.watchdog.crew": _forgetful, "elastic_reshard.mover.process": _clinging},
+    "leak": {"elastic_reshard.watchdog.movers": _forgetful, "elastic_reshard.mover.process": _clinging},
 }

@@ -28,11 +28,12 @@ import elastic_reshard as er
 from chaos import plants
 from elastic_reshard.bench import values
 from elastic_reshard.errors import Fenced, NotAMember, ReshardError
+from elastic_reshard.layout import Mesh, ModelLayout, Replicate, Shard, TensorLayout
+from elastic_reshard.layout.dtensor import torch_dtype
 from elastic_reshard.protocol import hooks
 from elastic_reshard.supervisor import parties
 from elastic_reshard.supervisor.record import Record
 from elastic_reshard.supervisor.server import Options, Supervisor
-from tests.elastic.rank import content, model, tensors_of
 
 __all__ = ["AGAIN", "Part", "Records", "engine", "supervisor", "trainer"]
 
@@ -45,7 +46,7 @@ SHAPES: Mapping[str, Any] = {
     "experts": ((3, 64, 1024), "bfloat16", 1),
     "bias": ((3001,), "float32", None),
 }
-PUBLISH, COMMIT, RECEIVE, INSTALL, JOIN = 10.0, 5.0, 1.5, 8.0, 30.0  # seconds that calls are given
+PUBLISH, COMMIT, RECEIVE, INSTALL, WATCH, JOIN = 10.0, 5.0, 10.0, 8.0, 1.0, 30.0  # seconds that calls are given
 _STEPS = ("claimed", "copied", "offered"), ("granted", "pulling", "pulled", "reported")
 
 
@@ -140,9 +141,20 @@ def _join(part: Part, records: Records, tensors: Any, layout: Any) -> Any:
     return found
 
 
-def _sides(part: Part) -> tuple[Any, dict[str, torch.Tensor]]:
-    layout = model(part.size, int(part.role == "destination"), SHAPES)
-    tensors = tensors_of(layout, part.rank)
+def _sides(part: Part) -> tuple[ModelLayout, dict[str, torch.Tensor]]:
+    """The layout of its group, and this rank's tensors. Engines shard another dim than trainers."""
+    turn, mesh = int(part.role == "destination"), Mesh.arange((part.size,))
+    layout = ModelLayout(
+        {
+            name: TensorLayout(shape, dtype, mesh, (Replicate() if dim is None else Shard((dim + turn) % len(shape)),))
+            for name, (shape, dtype, dim) in SHAPES.items()
+        }
+    )
+    tensors = {
+        name: torch.zeros(shape, dtype=torch_dtype(t.dtype))
+        for name, t in layout.items()
+        if (shape := t.local_shape(part.rank)) is not None
+    }
     values.poison(tensors)
     return layout, tensors
 
@@ -184,18 +196,31 @@ def engine(pipe: Connection, part: Part, records: Records) -> int:
     labels: dict[int, str | None] = {}
     chance = random.Random()
     while not pipe.poll():
+        found: int | ReshardError | None = None
         if chance.random() < 0.1:
-            found = records.call("install", INSTALL, lambda: member.install(INSTALL)["weight_version"])
-        else:
             found = records.call("receive", RECEIVE, lambda: member.receive(RECEIVE))
+        elif _newer(member, records) or chance.random() < 0.05:
+            found = records.call("install", INSTALL, lambda: member.install(INSTALL)["weight_version"])
         if isinstance(found, NotAMember):
             return AGAIN
-        if not isinstance(found, ReshardError):
+        if isinstance(found, int):
             last = member.last_install
             labels[found] = last["label"]
             records.put("installed", version=found, label=last["label"], nbytes=last["nbytes"], changed=last["changed"])
         _serve(member, layout, tensors, part.rank, labels, records, 0.05 + 0.3 * chance.random())
     return 0
+
+
+def _newer(member: er.Member, records: Records) -> bool:
+    """Wait a moment for a version that can be installed; whether there is one."""
+    events, until = member.watch(timeout=WATCH), time.monotonic() + WATCH
+    while time.monotonic() < until:
+        event = records.call("watch", WATCH, lambda: next(events, None))
+        if not isinstance(event, er.Event):
+            return False
+        if event.kind == "installable":
+            return True
+    return False
 
 
 def _serve(
@@ -213,7 +238,7 @@ def _serve(
         begun, version = time.monotonic(), member.weight_version
         if version:
             label = labels.get(version)
-            wrong = values.wrong(layout, tensors, rank, content(label)) if label is not None else []
+            wrong = values.wrong(layout, tensors, rank, int(label[1:])) if label is not None else []
             end, after = time.monotonic(), member.weight_version
             records.put("served", version=version, after=after, label=label, known=version in labels, wrong=wrong,
                         begun=begun, end=end)  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from types import TracebackType
 from typing import Self
@@ -29,7 +28,7 @@ class Relay:
 
         def turn() -> None:
             self._port = port
-            for task in self._open:
+            for task in list(self._open):
                 task.cancel()
             done.set()
 
@@ -38,15 +37,17 @@ class Relay:
 
     def _run(self, ready: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        self._server = self._loop.run_until_complete(asyncio.start_server(self._accept, "127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         ready.set()
         self._loop.run_forever()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = self._loop.create_task(self._serve(reader, writer))
         self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far: asyncio.StreamWriter | None = None
         try:
             back, far = await asyncio.open_connection("127.0.0.1", self._port)
@@ -56,7 +57,6 @@ class Relay:
         except (OSError, ExceptionGroup, asyncio.CancelledError):
             pass
         finally:
-            self._open.discard(task)
             for side in (writer, far):
                 if side is not None:
                     side.transport.abort()
@@ -71,8 +71,11 @@ class Relay:
 
         async def end() -> None:
             self._server.close()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.gather(*self._open, return_exceptions=True)
+            await asyncio.sleep(0)
+            while rest := asyncio.all_tasks() - {asyncio.current_task()}:
+                for task in rest:
+                    task.cancel()
+                await asyncio.gather(*rest, return_exceptions=True)
             self._loop.stop()
 
         asyncio.run_coroutine_threadsafe(end(), self._loop)

@@ -1,5 +1,5 @@
-"""The command line: `elastic-reshard demo | plan | bench | supervisor | status | watch | leave | drain | shrink | grow`.
-Results go to standard output, progress to standard error.
+"""The command line: `elastic-reshard demo | plan | bench | supervisor | status | watch | leave | drain | shrink | grow |
+chaos`. Results go to standard output, progress to standard error.
 
 Exit codes: 0 done; 1 the work failed (a byte was wrong, a process was lost, nobody answered); 2 the input cannot be
 served; 3 another supervisor has taken over.
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from elastic_reshard import cli_job
+from elastic_reshard import cli_chaos, cli_job
 from elastic_reshard.errors import CatalogError, Fenced, LayoutError, PlanError, ProtocolError, ReshardError
 from elastic_reshard.layout import ModelLayout, catalog
 
@@ -35,6 +35,7 @@ app = typer.Typer(
 bench_app = typer.Typer(no_args_is_help=True, help="Measuring programs.")
 app.add_typer(bench_app, name="bench")
 cli_job.add_to(app)
+cli_chaos.add_to(app)
 # Into a file or a pipe tables go at full width.
 _out, _err = Console(width=None if sys.stdout.isatty() else 200), Console(stderr=True)
 
@@ -89,10 +90,40 @@ def _local_bytes(layout: ModelLayout, ranks: Sequence[int]) -> int:
 @app.command()
 def demo(
     model: Model = "Qwen3-0.6B",
-    versions: Annotated[int, typer.Option(min=2, max=100, help="Refits by each method.")] = 5,
+    mib: Annotated[int, typer.Option(min=1, max=1 << 14, help="What the model is scaled down to.")] = 48,
+    versions: Annotated[
+        int | None,
+        typer.Option(min=2, max=1000, help="Refits, 8 or more; default 20. With --bare: by each method, default 5."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Who is hit, when, in which order.")] = 0,
+    bare: Annotated[
+        bool, typer.Option(help="The bare reshard call against gather-and-broadcast, the model at its real size.")
+    ] = False,
     json_: Json = False,
 ) -> None:
-    """Refit a model from 2 FSDP2 trainers to 4 inference members (TP2 DP2), several times, checked bit by bit."""
+    """Refit engines in a loop while movers and trainers are killed, frozen and replaced, and engines come and go.
+
+    On labelled hosts of this machine. Every bit of every version is compared; exit code 1 if one was wrong, or anything else.
+    """
+    if bare:
+        _bare_demo(model, versions or 5, json_)
+        return
+    from elastic_reshard.bench.elastic_demo import play
+    from elastic_reshard.bench.elastic_demo_cast import DemoSetup
+    from elastic_reshard.bench.elastic_demo_view import Picture, line_text, no_screen, tables
+
+    setup = DemoSetup(model, mib << 20, versions or 20, seed)
+    _need_memory(setup.memory, f"the demo with {mib} MiB")
+    live = _out.is_terminal and _err.is_terminal and not json_
+    screen = Picture(setup, _err).live if live else no_screen
+    outcome = play(setup, screen, lambda line: None if live else _err.print(line_text(line), soft_wrap=True))
+    _out.print_json(json.dumps(outcome.to_data())) if json_ else _out.print(tables(outcome))
+    if outcome.wrong:
+        raise typer.Exit(1)
+
+
+def _bare_demo(model: str, versions: int, json_: bool) -> None:
+    """2 FSDP2 trainers to 4 inference members (TP2 DP2), several times, checked bit by bit."""
     spec = catalog.model(model)
     whole = spec.numel * 2
     # Trainers twice while FSDP2 shards them, two engines, and the baseline's buckets.
@@ -241,6 +272,33 @@ def _bench_elastic(
         return
     title = f"{model} {source} -> {engines} engines of {destination}, {a.nbytes / 1e9:.2f} GB, {repeats} repeats"
     _out.print(elastic_table(title, figures, empty))
+
+
+@bench_app.command("recovery")
+def bench_recovery(
+    mib: Annotated[int, typer.Option(min=4, max=1 << 16, help="Of the synthetic model, bf16.")] = 1024,
+    repeats: Annotated[int, typer.Option(min=1, max=1000, help="Refits without a fault.")] = 5,
+    rebuilds: Annotated[
+        int, typer.Option(min=5, max=100_000, help="Communicators formed in a row, of a small model.")
+    ] = 200,
+    json_: Json = False,
+) -> None:
+    """Weights between hosts, and how long it takes to go on after the loss of a mover, a host or the supervisor.
+
+    Every byte of every version is checked. Exit code 1 if one was wrong, or an outcome was."""
+    from elastic_reshard.bench.recovery import RecoverySetup, measure_recovery, memory_needed, steps
+    from elastic_reshard.bench.rows import rows_table
+
+    setup = RecoverySetup(mib << 20, repeats, rebuilds, min(mib, 8) << 20)
+    _need_memory(memory_needed(setup), "this benchmark")
+    with _Bar(steps(setup)) as step:
+        rows = measure_recovery(setup, step)
+    if json_:
+        _out.print_json(json.dumps([row.to_data() for row in rows]))
+    else:
+        _out.print(rows_table(f"{mib} MiB, 2 trainers -> 2 engines of TP2, four hosts; every byte checked", rows))
+    if not all(row.right for row in rows):
+        raise SystemExit(1)
 
 
 @bench_app.command("plan")

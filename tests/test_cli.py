@@ -12,6 +12,8 @@ import pytest
 
 from elastic_reshard import cli
 from elastic_reshard.bench import spawn
+from elastic_reshard.bench.elastic_demo_cast import DemoSetup
+from elastic_reshard.bench.elastic_demo_outcome import Outcome
 from elastic_reshard.bench.spawn import Worker
 from elastic_reshard.errors import DigestMismatch
 from elastic_reshard.plan.explain import to_json
@@ -52,6 +54,8 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 BAD = [
     ("demo --model nosuch", "unknown model 'nosuch'; known are tiny, "),
     ("demo --model qwen3-0.6", "Did you mean Qwen3-0.6B?"),
+    ("demo --versions 7", "7 versions leave no room for all that the demo inflicts; take at least 8."),
+    ("demo --bare --model nosuch", "unknown model"),
     ("plan --model nosuch", "unknown model"),
     ("bench refit --model nosuch", "unknown model"),
     ("plan --source tp3", "Qwen3-0.6B has 16 attention heads, which tp3 does not divide."),
@@ -93,7 +97,9 @@ def test_bad_numbers_and_unknown_words_are_usage_errors(shell: Shell, line: str)
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("line", ["demo", "demo --model Qwen3-32B", "bench refit --model Qwen3-8B"])
+@pytest.mark.parametrize(
+    "line", ["demo", "demo --bare", "demo --bare --model Qwen3-32B", "bench refit --model Qwen3-8B"]
+)
 def test_too_little_memory_is_seen_before_anything_starts(
     shell: Shell, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
@@ -110,10 +116,25 @@ def test_work_that_failed_is_told_apart_from_bad_input(shell: Shell, monkeypatch
         raise DigestMismatch([("w", "[0:1]", 3)])
 
     monkeypatch.setattr("elastic_reshard.bench.demo.play", wrong)
-    code, out, err = shell("demo", "--model", "tiny")
+    code, out, err = shell("demo", "--bare", "--model", "tiny")
     assert code == 1
     assert out == ""
     assert "1 range(s) differ from what was sent: w [0:1] from member 3" in err
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_demo_with_anything_wrong_says_so_and_fails(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    def played(setup: DemoSetup, *_: object) -> Outcome:
+        return Outcome(setup, wrong=["engine-0 rank 1 is not version 7 in w"])
+
+    monkeypatch.setattr("elastic_reshard.bench.elastic_demo.play", played)
+    code, out, err = shell("demo", *more)
+    assert (code, err) == (1, "")
+    assert "engine-0 rank 1 is not version 7 in w" in out
+    if more:
+        assert json.loads(out)["ok"] is False
 
 
 def test_plan_for_a_person_and_for_a_program(shell: Shell) -> None:

@@ -12,6 +12,7 @@ from elastic_reshard.protocol.processes import started
 __all__ = ["Census", "count", "started_with"]
 
 _MEMFD = "/memfd:"
+_STAGING = "mover staging"
 _KINDS = (("elastic_reshard.watchdog", "watchdogs"), ("", "nursery and movers"))
 
 
@@ -40,7 +41,8 @@ def _bytes(path: Path) -> bytes:
 @dataclass(frozen=True)
 class Census:
     """Of several processes together. anonymous: bytes of memory that is theirs alone; memfd: bytes of all memfds that any of
-    them holds or maps, each once."""
+    them holds or maps, each once. staging: of these, what movers keep for the plans that they keep (eight each at most); it is
+    in none of the other numbers, for it depends on which plans came last."""
 
     processes: int
     descriptors: int
@@ -48,6 +50,7 @@ class Census:
     anonymous: int
     memfd: int
     memfds: int
+    staging: int
 
     def to_data(self) -> dict[str, int]:
         """JSON-ready."""
@@ -58,6 +61,7 @@ def count(pids: Iterable[int]) -> Census:
     """Of those that live now."""
     processes = descriptors = threads = anonymous = 0
     files: dict[tuple[int, int], int] = {}
+    staging: dict[tuple[int, int], int] = {}
     for pid in pids:
         status = _status(pid)
         if not status:
@@ -66,11 +70,14 @@ def count(pids: Iterable[int]) -> Census:
         threads += int(status["Threads"])
         anonymous += int(status["RssAnon"].split()[0]) << 10
         held = list(_descriptors(pid))
-        descriptors += len(held)
+        staging |= {key: nbytes for key, nbytes, target in held if _STAGING in target}
+        descriptors += sum(key not in staging for key, _, _ in held)
         files |= {key: nbytes for key, nbytes, target in held if target.startswith(_MEMFD)}
         for key, nbytes in _mapped(pid).items():
             files.setdefault(key, nbytes)
-    return Census(processes, descriptors, threads, anonymous, sum(files.values()), len(files))
+    for key in staging:
+        del files[key]
+    return Census(processes, descriptors, threads, anonymous, sum(files.values()), len(files), sum(staging.values()))
 
 
 def _status(pid: int) -> Mapping[str, str]:

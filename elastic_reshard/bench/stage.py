@@ -207,6 +207,14 @@ class Stage:
         self._port = int(self.url.rpartition(":")[2])
         return time.monotonic()
 
+    def dismiss(self, gang: Gang) -> None:
+        """SIGKILL to a group's processes at once, and their ends."""
+        for actor in gang.actors:
+            actor.process.kill()
+        for actor in gang.actors:
+            self._actors.remove(actor)
+            actor.close()
+
     def kill_supervisor(self) -> None:
         """SIGKILL, and its end."""
         assert self.supervisor is not None

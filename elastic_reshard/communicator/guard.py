@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -58,6 +59,7 @@ class Guarded(Generic[_T]):
         try:
             self._value.append(self._call())
         except BaseException as error:  # noqa: BLE001 - whoever waits raises it, and late ones are logged
+            _let_go(error)
             self.error = error
         with self._lock:
             given_up = self._given_up
@@ -69,3 +71,13 @@ class Guarded(Generic[_T]):
             if self._late is not None:
                 self._late(self._value.pop() if self._value else None)
             self._done.set()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear the frames that an error and its causes came through. This call and its error hold each other, so what is in them
+    (a backend's operations, with their sockets and thread) would stay until the garbage collector comes by."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -28,6 +28,7 @@ __all__ = ["MemberCore", "SlotState"]
 _IN_USE = (PublicationState.MOVING, PublicationState.COMMITTED)
 _HOLDING = (MemberState.JOINING, MemberState.LIVE, MemberState.LEAVING, MemberState.ORPHANED)  # have arenas that serve
 _PERHAPS_COMPLETE = (GroupState.COMPLETE, GroupState.INSTALLING, GroupState.PARTIAL, GroupState.LEFT_BEHIND)
+_UNREADABLE = (MemberState.LOST, MemberState.FORFEIT, MemberState.REFUSED)
 _REMEMBERED = 64
 
 
@@ -313,6 +314,10 @@ class MemberCore:
         docs = [p.landings for p in self.view.publications.values() if p.state in _IN_USE]
         docs += [t.landings for t in self.view.transfers.values()]
         return {at.arena for landings in docs for at in landings}
+
+    def gone(self) -> frozenset[str]:
+        """Members whose arenas nobody counts on any more: what is needed of them lies elsewhere too."""
+        return frozenset(name for name, doc in self.view.members.items() if doc.state in _UNREADABLE)
 
     # -- installing
 

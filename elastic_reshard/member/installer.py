@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from elastic_reshard.arena.host import MappedArena
@@ -150,25 +150,28 @@ class Installer:
         with self._desk.changed:
             publication = self._desk.core.view.publications.get(ticket.publication)
             group = self._desk.core.my_group
+            gone = self._desk.core.gone()
         if publication is None or group is None or group.destination_layout is None:
             raise ReshardError(f"ticket {ticket.id} is for a publication that the view does not have; install again")
         source, _ = self._remote.layout(publication.layout, deadline)
         destination, correspondences = self._remote.layout(group.destination_layout, deadline)
-        here = [s for s in publication.sources if s.host == self._desk.core.host]
+        here = [s for s in publication.sources if s.host == self._desk.core.host and s.member not in gone]
         origins = {s.rank: Origin(self._reader(s.arena, deadline), s.slot, s.generation) for s in here}
         landed: tuple[Landed, ...] = ()
         if len(here) < len(publication.sources):
-            landed = self._landed(publication, group.destination_layout, deadline)
+            landed = self._landed(publication, group.destination_layout, gone, deadline)
         self._request = Request(source, destination, origins, correspondences, landed)
         prepared = self._puller.check(self._request)
         self._forget(publication)
         return prepared
 
-    def _landed(self, publication: PublicationDoc, layout: str, deadline: float) -> tuple[Landed, ...]:
+    def _landed(
+        self, publication: PublicationDoc, layout: str, gone: Collection[str], deadline: float
+    ) -> tuple[Landed, ...]:
         """What has come from other hosts: landing slots of this host in the group's layout, whichever group's they are."""
         core, found = self._desk.core, []
         for at in publication.landings:
-            if at.host != core.host or at.layout != layout:
+            if at.host != core.host or at.layout != layout or at.member in gone:
                 continue
             if at.arena not in self._landing:
                 self._landing[at.arena] = LandingReader(*self._held(at.arena, deadline))

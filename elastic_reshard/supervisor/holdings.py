@@ -8,7 +8,18 @@ from dataclasses import replace
 from elastic_reshard.protocol.docs import LandedDoc, MemberState, PublicationDoc, PublicationState
 from elastic_reshard.supervisor.state import Draft, Group, Publication
 
-__all__ = ["has_all", "host_has", "kept", "lacking", "nobody_has", "note_near", "prune", "reachable", "readable"]
+__all__ = [
+    "behind",
+    "has_all",
+    "host_has",
+    "kept",
+    "lacking",
+    "nobody_has",
+    "note_near",
+    "prune",
+    "reachable",
+    "readable",
+]
 
 _GONE = (MemberState.LOST, MemberState.FORFEIT, MemberState.REFUSED)
 _SERVED = (PublicationState.MOVING, PublicationState.COMMITTED)
@@ -68,6 +79,14 @@ def has_all(draft: Draft, group: Group, publication: PublicationDoc) -> bool | N
         return False
     fault = draft.fit(publication.layout, group.doc.destination_layout)
     return None if fault is None else not fault
+
+
+def behind(draft: Draft, group: Group, publication: PublicationDoc) -> bool:
+    """Whether nobody waits for the group: it is late with this publication, or with the committed one and has not caught up."""
+    known = (draft.publications.get(p) for p in {publication.id, draft.committed})
+    return any(
+        p is not None and (p.doc.id, group.doc.name) in draft.slow and lacking(draft, group, p.doc) for p in known
+    )
 
 
 def nobody_has(draft: Draft, publication: PublicationDoc) -> str:

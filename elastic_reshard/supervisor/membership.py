@@ -80,6 +80,14 @@ def greet(draft: Draft, event: Greeted) -> None:
         speak(draft, hello.host, statement)
     for member_ in hello.ended:
         end(draft, MemberEnded(hello.host, member_, arenas_kept=True, how="had ended before its watchdog connected"))
+    # A watchdog names the dead as long as it keeps what they left: it does not, if it came after one that had gone.
+    named = {statement.member for statement in hello.statements} | set(hello.ended)
+    for member in list(draft.members.values()):
+        if member.doc.host == hello.host and member.gone and member.kept and member.doc.id not in named:
+            end(
+                draft,
+                MemberEnded(hello.host, member.doc.id, arenas_kept=False, how="its host keeps its memory no more"),
+            )
 
 
 def cut(draft: Draft, host: str) -> None:

@@ -13,7 +13,7 @@ from elastic_reshard.protocol.ids import publication_id
 from elastic_reshard.protocol.messages import Fill
 from elastic_reshard.supervisor.counting import next_era
 from elastic_reshard.supervisor.events import Abandon
-from elastic_reshard.supervisor.holdings import has_all, nobody_has
+from elastic_reshard.supervisor.holdings import behind, has_all, nobody_has
 from elastic_reshard.supervisor.state import Draft, Group, Member, Publication
 
 __all__ = ["abandon", "committed", "settle"]
@@ -181,13 +181,15 @@ def _commit(draft: Draft) -> bool:
         return False
     waited = draft.now - moving.begun
     complete = late = missing = 0
+    left: list[str] = []
     for group in draft.groups.values():
         if not group.doc.whole or "destination" not in group.doc.roles:
             continue
         if has_all(draft, group, moving.doc):
             complete += 1
-        elif waited >= draft.policies.late_after or (moving.doc.id, group.doc.name) in draft.slow:
+        elif waited >= draft.policies.late_after or behind(draft, group, moving.doc):
             late += 1
+            left.append(group.doc.name)
         else:
             missing += 1
     if missing or complete < draft.policies.min_groups:
@@ -199,6 +201,7 @@ def _commit(draft: Draft) -> bool:
     draft.put_publication(replace(moving, doc=moving.doc.model_copy(update={"metrics": metrics})))
     _become(draft, draft.publications[moving.doc.id], PublicationState.COMMITTED)
     draft.committed = moving.doc.id
+    draft.slow |= {(moving.doc.id, name) for name in left}
     return True
 
 

@@ -6,7 +6,7 @@ A publication that moves goes before the one that is committed; groups that are 
 from __future__ import annotations
 
 from elastic_reshard.protocol.docs import PublicationState
-from elastic_reshard.supervisor.holdings import lacking
+from elastic_reshard.supervisor.holdings import behind, has_all, lacking
 from elastic_reshard.supervisor.parties import can_land
 from elastic_reshard.supervisor.state import Draft, Group, Publication
 
@@ -21,12 +21,21 @@ def next_groups(draft: Draft, reachable: frozenset[str]) -> tuple[Publication | 
         if publication is None or publication.doc.state is PublicationState.RELEASED or _unheard(draft, publication):
             continue
         waiting = [g for g in draft.groups.values() if _waits(draft, g, publication, reachable)]
-        prompt = [g for g in waiting if (publication.doc.id, g.doc.name) not in draft.slow]
-        late = waiting if publication is committed else []
+        prompt = [g for g in waiting if not behind(draft, g, publication.doc)]
+        if draft.alone == publication.doc.id:
+            prompt = prompt[:1]
+        # Who is late is served when nobody else waits; also before the commit, if that needs them.
+        late = waiting if publication is committed or not _may_commit(draft, publication) else []
         groups = _alike(prompt or late)
         if groups:
             return publication, groups
     return None, []
+
+
+def _may_commit(draft: Draft, publication: Publication) -> bool:
+    """Whether enough groups have everything for the publication to be committed without those that are late."""
+    complete = [g for g in draft.groups.values() if g.doc.whole and has_all(draft, g, publication.doc)]
+    return len(complete) >= draft.policies.min_groups
 
 
 def _unheard(draft: Draft, publication: Publication) -> bool:
@@ -44,7 +53,8 @@ def _waits(draft: Draft, group: Group, publication: Publication, reachable: froz
         return False
     if doc.serving_publication == publication.doc.id or not lacking(draft, group, publication.doc):
         return False
-    if draft.given_up.get((publication.doc.id, doc.name)) == reachable:
+    seen, until = draft.given_up.get((publication.doc.id, doc.name), (None, 0.0))
+    if seen == reachable and draft.now < until:
         return False
     if draft.fit(publication.doc.layout, doc.destination_layout) != "":
         return False

@@ -16,7 +16,8 @@ from elastic_reshard.protocol.docs import LandedDoc, PublicationState, TransferS
 from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.events import Abandon, Ledgered, Moved
 from elastic_reshard.supervisor.holdings import reachable
-from elastic_reshard.supervisor.parties import compose, landed_ranks
+from elastic_reshard.supervisor.lateness import after_stall, lacking_groups, mark_slow, stragglers
+from elastic_reshard.supervisor.parties import compose
 from elastic_reshard.supervisor.publishing import abandon
 from elastic_reshard.supervisor.queue import next_groups
 from elastic_reshard.supervisor.state import Draft, Publication, Suspended, Transfer
@@ -181,7 +182,7 @@ def _form_without(draft: Draft, transfer: Transfer, late: list[str]) -> None:
     moving = publication is not None and publication.doc.state is PublicationState.MOVING
     if not moving or draft.now - transfer.begun < draft.policies.late_after:
         return
-    slow = _mark_slow(draft, transfer, late)
+    slow = mark_slow(draft, transfer, late)
     if slow:
         draft.epoch_ended = draft.durable = True
         draft.log("group.left_behind", groups=sorted(slow), publication=transfer.doc.publication)
@@ -196,7 +197,9 @@ def _watch(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> N
         return
     patience = draft.deadlines.stall + transfer.doc.cell / draft.policies.min_rate
     if draft.now - transfer.moved >= patience:
-        _stalled(draft, transfer, reports, patience)
+        draft.epoch_ended = draft.durable = True
+        why = after_stall(draft, transfer, reports)
+        _change(draft, transfer, TransferState.BREAKING, f"no cell was completed for {patience:.1f} s; {why}")
         return
     publication = draft.publications.get(transfer.doc.publication)
     if publication is None or publication.doc.state in (PublicationState.RELEASED, PublicationState.ABANDONED):
@@ -213,54 +216,14 @@ def _overtaken(draft: Draft, transfer: Transfer) -> bool:
     if moving is None or moving.doc.id == transfer.doc.publication:
         return False
     publication = draft.publications[transfer.doc.publication].doc
-    lacking = {
-        part.group
-        for part in transfer.doc.landings
-        if part.rank not in landed_ranks(publication, part.host, part.layout)
-    }
-    return all((publication.id, group) in draft.slow for group in lacking)
-
-
-def _stalled(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid], patience: float) -> None:
-    """Nobody's end explains it. The first time all movers are condemned; the second time those are left out for whom the
-    others wait."""
-    publication, stalls, fruitless = draft.tried
-    culprits = _awaited(transfer, reports)
-    draft.tried = (publication, stalls + 1, fruitless)
-    if stalls:
-        _mark_slow(draft, transfer, culprits)
-    draft.epoch_ended = draft.durable = True
-    named = ", ".join(culprits) or "nobody in particular"
-    _change(draft, transfer, TransferState.BREAKING, f"no cell was completed for {patience:.1f} s; waited for: {named}")
-
-
-def _awaited(transfer: Transfer, reports: dict[str, MoverSaid]) -> list[str]:
-    """Members whom others wait for, and who wait for nobody; if all wait, those seen waited for most."""
-    waiting = {m: said.waits[0] for m, said in reports.items() if said.waits is not None}
-    found = sorted({peer for peer in waiting.values() if peer not in waiting})
-    if found or not transfer.awaited:
-        return found
-    most = max(transfer.awaited.values())
-    return sorted(m for m, n in transfer.awaited.items() if 2 * n > most)
-
-
-def _mark_slow(draft: Draft, transfer: Transfer, members: Iterable[str]) -> set[str]:
-    """Nobody waits any more for the groups that these members land for; sources can't be left out."""
-    sources = {transfer.doc.members[p] for p in transfer.doc.source.members}
-    slow = {part.group for part in transfer.doc.landings if part.member in set(members) - sources}
-    groups = {party.group for party in transfer.doc.destinations}
-    if slow < groups:
-        draft.slow |= {(transfer.doc.publication, group) for group in slow}
-        return slow
-    return set()
+    return all((publication.id, group) in draft.slow for group in lacking_groups(publication, transfer))
 
 
 def _leave_behind(draft: Draft, transfer: Transfer, publication: Publication) -> None:
     """Late: end this transfer between two rounds, and go on without those for whom the others wait most."""
-    if publication.doc.state is not PublicationState.MOVING or not transfer.awaited:
+    if publication.doc.state is not PublicationState.MOVING:
         return
-    most = max(transfer.awaited.values())
-    slow = _mark_slow(draft, transfer, [m for m, n in transfer.awaited.items() if 2 * n > most])
+    slow = stragglers(draft, transfer)
     if slow:
         draft.epoch_ended = draft.durable = True
         draft.log("group.left_behind", groups=sorted(slow), publication=publication.doc.id)
@@ -371,7 +334,7 @@ def _give_up(draft: Draft, publication: str, groups: Iterable[str], why: str) ->
     draft.log("transfer.given_up", publication=publication, groups=sorted(groups), reason=why)
     abandon(draft, Abandon(publication, why[:4000]))
     for group in groups:
-        draft.given_up[publication, group] = _everybody(draft)
+        draft.given_up[publication, group] = (_everybody(draft), draft.now + draft.deadlines.orphan_hold)
 
 
 # -- the next one

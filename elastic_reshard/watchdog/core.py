@@ -318,12 +318,14 @@ class House:
             return "the job is over"
         if not self._attached_ever:
             return "no member has come" if empty >= 2 * self.deadlines.connect else ""
-        if self._orderly and not self._away() and not self._at_work():
+        if self._at_work():
+            return ""
+        if self._orderly and not self._away():
             return "its last member has left"
         return "its members are gone" if empty >= self.deadlines.orphan_hold else ""
 
     def _at_work(self) -> bool:
-        """Whether a transfer needs what those who left have here: as long as the supervisor says so, and it is heard."""
+        """Whether a transfer needs what those who are gone have here: as long as the supervisor says so, and it is heard."""
         moving = {p.id for p in self.view.publications.values() if p.state is PublicationState.MOVING}
         parts = [s.host for p in self.view.publications.values() if p.id in moving for s in p.sources]
         parts += [host for t in self.view.transfers.values() for host in t.hosts]

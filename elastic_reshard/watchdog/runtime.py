@@ -4,7 +4,8 @@
                <host>.lock   whoever starts, replaces or ends a watchdog holds its flock; names the watchdog being started
                <host>.json   who the watchdog is, and its members (`Record`); a replacement reads it
                <host>.log    the watchdog's log
-               ~nursery.*    socket, lock and log of the machine's nursery (`mover.nursery`); no host has such a name
+               ~nursery-N.*  socket, lock and log of the machine's nursery (`mover.nursery`), N its network namespace; no
+                             host has such a name
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ class Paths:
 
     @classmethod
     def of_nursery(cls, job: str, runtime: Path | None = None) -> Paths:
-        """Those of the nursery that all hosts of one job on one machine share."""
-        return cls.of(job, "~nursery", runtime)
+        """Those of the nursery that all hosts of one job on one machine share: with one network, for movers are born into it."""
+        return cls.of(job, f"~nursery-{os.stat('/proc/self/ns/net').st_ino}", runtime)
 
     def _file(self, end: str) -> Path:
         return self.folder / f"{self.name}.{end}"

@@ -28,6 +28,7 @@ from elastic_reshard.layout.dtensor import torch_dtype
 from elastic_reshard.member import session
 from elastic_reshard.protocol import hooks
 from elastic_reshard.supervisor.server import Options, Supervisor
+from tests.elastic import netns
 
 __all__ = [
     "Seat",
@@ -35,6 +36,7 @@ __all__ = [
     "arm",
     "committed",
     "content",
+    "enter",
     "events",
     "heard_of",
     "holds",
@@ -46,6 +48,7 @@ __all__ = [
     "model",
     "publish",
     "publish_and_die",
+    "reach",
     "receive",
     "serve",
     "stop_serving",
@@ -100,6 +103,7 @@ class Seat:
     roles: tuple[str, ...]
     host: str = "a"
     environ: Mapping[str, str] = field(default_factory=dict)  # of what this process starts
+    network: str = ""  # the file of its network namespace; "": its starter's
 
 
 @dataclass
@@ -174,6 +178,11 @@ def stop_serving(state: State, over: bool) -> None:
     state.supervisor.close(over=over)
 
 
+def enter(_: State, network: str) -> None:
+    """Be in a network namespace, by its file, with all that this thread starts from now on."""
+    netns.enter(network)
+
+
 # -- a member
 
 
@@ -189,6 +198,8 @@ def join(
     """Join with tensors of the model; `extra` makes more arguments, in this process."""
     state.seat = seat
     os.environ.update(seat.environ)
+    if seat.network:
+        enter(state, seat.network)
     given: dict[str, Any] = {}
     for role in seat.roles:
         turned = turn if turn is not None else int(role == "destination")
@@ -247,6 +258,12 @@ def receive(state: State, timeout: float = 20.0) -> int:
     return state.m.receive(timeout)
 
 
+def reach(state: State, version: int, timeout: float = 20.0) -> None:
+    """Wait for newer versions and install them until it serves this one."""
+    while state.m.weight_version < version:
+        state.m.receive(timeout)
+
+
 def holds(state: State, label: str | None) -> list[str]:
     """Names of live tensors that are not the label's values."""
     return values.wrong(state.layouts["destination"], state.tensors["destination"], state.at.rank, content(label))
@@ -289,11 +306,15 @@ def arm(_: State, plan: Mapping[str, Any]) -> None:
     hooks._passed.clear()
 
 
-def events(state: State, until: str, timeout: float = 10.0) -> list[tuple[str, int, str | None]]:
-    """What watch() tells, up to the first event of a kind."""
+def events(
+    state: State, until: str, timeout: float = 10.0, mark: Mapping[str, str] | None = None
+) -> list[tuple[str, int, str | None]]:
+    """What watch() tells, up to the first event of a kind. mark: makes the file named for a kind when that is told."""
     found = []
     for event in state.m.watch(timeout=timeout):
         found.append((event.kind, event.weight_version, event.label))
+        if mark is not None and event.kind in mark:
+            Path(mark[event.kind]).touch()
         if event.kind == until:
             break
     return found

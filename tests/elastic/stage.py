@@ -15,16 +15,19 @@ from tests.elastic import rank as on
 from tests.elastic.actors import Actor, _state, until
 from tests.elastic.world import Gang, Hold, World, results, same
 
-__all__ = ["BIG", "CELL", "MIDDLE", "Stage", "everything_of", "freeze", "gone", "kill", "nursery", "vanish", "wake"]
+__all__ = ["BIG", "MIDDLE", "SETTINGS", "Stage", "everything_of", "freeze", "gone", "kill", "nursery", "vanish", "wake"]
 
 # 32 MiB: four rounds when two members send it to two hosts.
 BIG = {f"w{i}": ((1024, 1024), "float32", 0) for i in range(8)}
 CELL = 1 << 14
+# Of a world whose processes are held: that is no stall, and what hangs is not to be mended by waiting for one.
+SETTINGS: dict[str, Any] = {"cell": CELL, "hooks": {}, "stall": 60.0, "form": 60.0}
 MIDDLE = 4  # of the passings of "mover.round": half has landed when a mover comes to its fourth
 
 
 class Stage:
-    """A trainer gang, and an engine for each list of hosts; all are joined."""
+    """A trainer gang, and an engine for each list of hosts; all are joined. Publishes are labelled s1, s2, ...: as long as all
+    of them are committed, the labels' numbers are the versions."""
 
     def __init__(
         self,
@@ -34,32 +37,58 @@ class Stage:
         shapes: Mapping[str, Any] = BIG,
         size: int = 2,
     ) -> None:
-        self.world, self.shapes = world, shapes
+        self.world, self.shapes, self.step = world, shapes, 0
         self.trainer = world.trainer(2, hosts=trainer)
         self.engines = [world.engine(number, size, hosts=hosts) for number, hosts in enumerate(engines)]
         world.join(self.trainer, *self.engines, shapes=shapes)
 
-    def serves(self, label: str, *engines: Gang) -> int:
-        """All ranks of these engines (all, if none are given) wait for it, install it and hold it bit for bit; the version."""
+    def everybody(self) -> list[Actor]:
+        """All members."""
+        return [*self.trainer, *(actor for engine in self.engines for actor in engine)]
+
+    def replace(self, gang: Gang, *ranks: int) -> None:
+        """New processes in the places of some."""
+        gang.replace(*ranks, shapes=self.shapes)
+
+    # -- publishing
+
+    def publish(self) -> str:
+        """Publish the next label; it."""
+        self.step += 1
+        self.trainer.publish(f"s{self.step}")
+        return f"s{self.step}"
+
+    def serves(self, label: str, *engines: Gang) -> None:
+        """All ranks of these engines (all, if none are given) wait for a newer version: it is the label's, bit for bit."""
         chosen = engines or self.engines
         found = same(results([actor.begin(on.receive) for engine in chosen for actor in engine]))
+        assert found == on.content(label), f"version {found} came first, not {label}"
         for engine in chosen:
             engine.holds(label)
-        return found
 
-    def refit(self, label: str) -> int:
-        """Publish, and see it served by all; the version."""
-        self.trainer.publish(label)
-        return self.serves(label)
+    def catches_up(self, label: str, *engines: Gang) -> None:
+        """All ranks of these install until they serve the label's version, over older ones perhaps."""
+        results([actor.begin(on.reach, on.content(label)) for engine in engines for actor in engine])
+        for engine in engines:
+            engine.holds(label)
 
-    def middle(self, label: str, *held: Actor, nth: int = MIDDLE, **more: Any) -> Hold:
+    def refit(self) -> str:
+        """Publish, and see it served by all; the label."""
+        label = self.publish()
+        self.serves(label)
+        return label
+
+    def smooth(self) -> None:
+        """A refit in one epoch: nothing of what was before is left over."""
+        self.whole(self.refit())
+
+    def middle(self, *held: Actor, nth: int = MIDDLE, **more: Any) -> tuple[str, Hold]:
         """Publish, and wait until the movers of some (all, if none are given) are in the middle of the transfer: all wait
-        there to be released."""
+        there to be released. The label."""
         hold = self.world.hold("mover.round", nth, **more)
-        self.trainer.publish(label)
-        everybody = [*self.trainer, *(actor for engine in self.engines for actor in engine)]
-        hold.has(*(actor.id for actor in held or everybody))
-        return hold
+        label = self.publish()
+        hold.has(*(actor.id for actor in held or self.everybody()))
+        return label, hold
 
     # -- what became of it
 
@@ -81,12 +110,16 @@ class Stage:
         """Bytes that went over the network for it."""
         return float(self.publication(label).metrics["bytes_network"])
 
-    def one_rebuild(self, label: str, *named: Actor) -> None:
-        """One transfer of it broke, for the reason that the movers of these ended or these were lost, and the next one did
-        the rest: what had landed was not moved again."""
+    def whole(self, label: str) -> None:
+        """It was moved in one epoch, which nothing broke."""
+        found = (self.broken(label), self.attempts(label))
+        assert found == ([], 1), f"{label} was moved in one epoch: {found}"
+
+    def rebuilt(self, label: str, *named: Actor) -> None:
+        """One transfer of it broke, because of one of these, and the next one did the rest."""
         reasons = self.broken(label)
         assert len(reasons) == 1, f"one loss is one rebuild: {reasons}"
-        assert self.attempts(label) == 2
+        assert self.attempts(label) == 2, f"{label} was moved in two epochs: {self.attempts(label)}"
         assert any(actor.id in reasons[0] for actor in named), f"who was lost is named: {reasons[0]}"
 
 

@@ -164,8 +164,9 @@ def test_a_broken_group_hears_partial(world: World) -> None:
     trainer, engine = world.both()
     trainer.publish("s1")
     trainer.committed("s1")
-    watching = engine[0].begin(on.events, "partial")
-    until(lambda: engine.doc().state == "complete", "the engine may install")
+    told = world.folder / "told"
+    watching = engine[0].begin(on.events, "partial", mark={"installable": str(told)})
+    until(told.exists, "the engine has heard that it may install")
     engine[1].kill()
     assert [kind for kind, *_ in watching.result()] == ["pending", "installable", "partial"]
 

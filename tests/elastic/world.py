@@ -31,7 +31,7 @@ from elastic_reshard.watchdog import runtime as watchdogs
 from tests.elastic import rank as on
 from tests.elastic.actors import LIMIT, Actor, Call, Died, Failed, Late, until
 
-__all__ = ["Actor", "Call", "Died", "Failed", "Gang", "Hold", "Late", "World", "results", "same", "until"]
+__all__ = ["Actor", "Call", "Died", "Failed", "Gang", "Hold", "Late", "Site", "World", "results", "same", "until"]
 
 T = TypeVar("T")
 
@@ -59,9 +59,12 @@ class Gang(Sequence[Actor]):
         """Where a rank takes part."""
         w = self.world
         environ = {hooks.VARIABLE: f"@{w.faults}"} if w.settings.hooks is not None else {}
+        host = self.hosts[rank]
+        site = w.sites.get(host, Site())
         seat = on.Seat(
-            w.url, str(w.runtime), w.token, self.name, self.size, rank, self.roles, self.hosts[rank], environ
-        )
+            w.url, str(w.runtime / site.room), w.token, self.name, self.size, rank, self.roles, host,
+            environ | dict(site.environ), site.network,
+        )  # fmt: skip
         return replace(seat, **changes)
 
     def begin(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Call]:
@@ -173,6 +176,16 @@ class Settings:
     hooks: Mapping[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class Site:
+    """What a labelled host has of its own. environ: of its members; network: the file of its network namespace, "" for the
+    test's; room: its own folder in the runtime folder, and so a nursery of its own."""
+
+    environ: Mapping[str, str] = field(default_factory=dict)
+    network: str = ""
+    room: str = ""
+
+
 class Hold:
     """Processes that wait at a point, until they are let go."""
 
@@ -206,6 +219,8 @@ class World:
         self.arm(self.settings.hooks or {})
         self.job = "job"
         self.hosts: set[str] = set()
+        self.sites: dict[str, Site] = {}
+        self.address, self.network = "127.0.0.1", ""  # the supervisor's
         self.url, self.token, self.term, self._port = "", self.settings.token, 0, 0
         self._actors: list[Actor] = []
         self.supervisor: Actor | None = None
@@ -252,12 +267,14 @@ class World:
         """Start a supervisor on the journal, at the same address as before; its address."""
         self._starts += 1
         actor = self.actor(f"supervisor-{self._starts}")
+        if self.network:
+            actor.do(on.enter, self.network)
         if patch is not None:
             actor.do(patch)
         told = actor.do(on.serve, Options(
             job=self.job, port=self._port if port is None else port, journal=self.journal, token=self.settings.token,
             policies=self.settings.policies, deadlines=self.settings.deadlines, runtime=self.runtime,
-            cell=self.settings.cell,
+            cell=self.settings.cell, host=self.address,
         ))  # fmt: skip
         assert told["term"] == self.term + 1, "each start takes the next term"
         self.supervisor, self.term, self.token = actor, told["term"], told["token"]
@@ -275,7 +292,7 @@ class World:
 
     def watchdog(self, host: str = "a") -> Any:
         """The host's watchdog that runs now, or None."""
-        return watchdogs.running(self.job, host, self.runtime)
+        return watchdogs.running(self.job, host, self.runtime / self.sites.get(host, Site()).room)
 
     def movers(self, host: str | None = None) -> dict[str, int]:
         """Process of each mover, by member, on a host or on all."""
@@ -351,7 +368,9 @@ class World:
             return dict(db.execute("SELECT * FROM meta").fetchone())
 
     def _files(self) -> list[str]:
-        return [str(p.relative_to(self.runtime)) for p in self.runtime.rglob("*") if not p.is_dir()]
+        # os.walk passes over folders that go meanwhile.
+        found = (os.path.join(folder, name) for folder, _, names in os.walk(self.runtime) for name in names)
+        return [os.path.relpath(path, self.runtime) for path in found]
 
     # -- the end
 

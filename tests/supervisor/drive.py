@@ -150,6 +150,8 @@ class Stage:
     def do_forget(self, name: str) -> None:
         """A watchdog does not know a member any more."""
         self.last.pop(name)
+        if name in self.dead:
+            self.dead[name] = False
 
     def do_join(self, name: str, group: str, rank: str, roles: str, *rest: str) -> None:
         options = dict(w.split("=") for w in rest)

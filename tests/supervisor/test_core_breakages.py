@@ -144,8 +144,12 @@ BREAKAGES: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "a mover's end breaks nothing": (transfers, 'if s.state == "ended"\n', 'if s.state == "never"\n'),
     "what had landed is sent again": (parties, "        and said.bits\n    }", "        and False\n    }"),
-    "nobody is late": (transfers, "    most = max(transfer.awaited.values())\n    slow = ", "    return\n    slow = "),
-    "all wait for who is not ready": (transfers, "    slow = _mark_slow(draft, transfer, late)", "    slow = set()"),
+    "nobody is late": (
+        transfers,
+        "    slow = stragglers(draft, transfer)",
+        "    return\n    slow = stragglers(draft, transfer)",
+    ),
+    "all wait for who is not ready": (transfers, "    slow = mark_slow(draft, transfer, late)", "    slow = set()"),
     "a replica is lost with another": (holdings, "if left and draft.covers(publication.layout, left):", "if False:"),
     "stopping has no end": (
         transfers,

@@ -1,0 +1,81 @@
+"""Whom the others do not wait for any longer: stragglers, and those who can not be reached though nothing of them ended. Pure.
+
+What counts is who waits for whom (words that movers keep in shared memory), never an error's text. Where no word names
+anybody, groups are served one by one: those that can be reached get the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from elastic_reshard.protocol.docs import PublicationDoc
+from elastic_reshard.protocol.messages import MoverSaid
+from elastic_reshard.supervisor.parties import landed_ranks
+from elastic_reshard.supervisor.state import Draft, Transfer
+
+__all__ = ["after_stall", "awaited_most", "lacking_groups", "mark_slow", "stragglers"]
+
+_Reports = Mapping[str, MoverSaid]
+
+
+def lacking_groups(publication: PublicationDoc, transfer: Transfer) -> set[str]:
+    """Groups that a transfer still lands for."""
+    return {
+        part.group
+        for part in transfer.doc.landings
+        if part.rank not in landed_ranks(publication, part.host, part.layout)
+    }
+
+
+def awaited_most(transfer: Transfer) -> list[str]:
+    """Members that others were seen waiting for at least half as often as for anybody."""
+    most = max(transfer.awaited.values(), default=0)
+    return sorted(m for m, n in transfer.awaited.items() if 2 * n > most)
+
+
+def _awaited(transfer: Transfer, reports: _Reports) -> list[str]:
+    """Members whom others wait for, and who wait for nobody; if all wait, those seen waited for most."""
+    waiting = {m: said.waits[0] for m, said in reports.items() if said.waits is not None}
+    found = sorted({peer for peer in waiting.values() if peer not in waiting})
+    return found or awaited_most(transfer)
+
+
+def mark_slow(draft: Draft, transfer: Transfer, members: Iterable[str]) -> set[str]:
+    """Nobody waits any more for the groups that these members land for; sources, and all at once, can't be left out."""
+    sources = {transfer.doc.members[p] for p in transfer.doc.source.members}
+    slow = {part.group for part in transfer.doc.landings if part.member in set(members) - sources}
+    if slow < {party.group for party in transfer.doc.destinations}:
+        draft.slow |= {(transfer.doc.publication, group) for group in slow}
+        return slow
+    return set()
+
+
+def stragglers(draft: Draft, transfer: Transfer) -> set[str]:
+    """Groups for whom the others have waited most in a transfer that is late; marked."""
+    return mark_slow(draft, transfer, awaited_most(transfer)) if transfer.awaited else set()
+
+
+def after_stall(draft: Draft, transfer: Transfer, reports: _Reports) -> str:
+    """No cell was completed for too long, and nobody's end explains it. Who is to blame, in words.
+
+    The first time everything is tried again. The second time those are left out for whom the others wait; if that is nobody
+    in particular, groups are served one by one from then on, and who can't be served alone is left out.
+    """
+    doc = transfer.doc
+    publication, stalls, fruitless = draft.tried
+    culprits = _awaited(transfer, reports)
+    known = draft.slow.copy()
+    slow = mark_slow(draft, transfer, culprits) if stalls else set()
+    if stalls and not slow:
+        if draft.alone == doc.publication:
+            slow = lacking_groups(draft.publications[doc.publication].doc, transfer)
+            draft.slow |= {(doc.publication, group) for group in slow}
+        draft.alone = doc.publication
+    fresh = draft.slow > known
+    draft.tried = (publication, stalls + 1, 0 if fresh else fruitless)
+    if fresh:
+        draft.log("group.left_behind", groups=sorted(slow), publication=doc.publication)
+    unmet = sorted(m for m in doc.present if m not in reports or reports[m].state == "ready")
+    if culprits:
+        return f"waited for: {', '.join(culprits)}"
+    return f"had not met: {', '.join(unmet)}" if unmet else "nobody waited for anybody in particular"

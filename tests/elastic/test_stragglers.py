@@ -1,0 +1,116 @@
+"""A host whose movers run at a tenth of their speed: it is left behind once the others have waited long enough, not killed;
+the others commit; later it is caught up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from tests.elastic.stage import CELL, Stage, everything_of
+from tests.elastic.world import World
+
+Maker = Callable[..., World]
+# 64 MiB for each engine, in more rounds than a mover at a tenth of its speed does in time.
+HEAVY = {f"w{i}": ((2048, 1024), "float32", 0) for i in range(8)}
+STILL, RUNS = 0.27, 0.03  # seconds: one part in ten, and a pause that is nobody's death
+LATE = 1.5
+
+
+@contextlib.contextmanager
+def slowed(pids: Sequence[int]) -> Iterator[None]:
+    """Processes run for a tenth of the time."""
+    over = threading.Event()
+
+    def tell(what: signal.Signals) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, what)
+
+    def turns() -> None:
+        while not over.wait(RUNS):
+            tell(signal.SIGSTOP)
+            over.wait(STILL)
+            tell(signal.SIGCONT)
+
+    thread = threading.Thread(target=turns)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture
+def stage(make_world: Maker) -> Stage:
+    """Trainers on host a, engines on b and c, that have refitted once; a version waits for nobody for long."""
+    stage = Stage(make_world(cell=4 * CELL, hooks={}, late_after=LATE), shapes=HEAVY, size=1)
+    stage.refit()
+    return stage
+
+
+def left_behind(stage: Stage, pids: Sequence[int]) -> str:
+    """These processes are slow: the others have the next version soon; of engine1, and of nobody else, it is said that they
+    went on without it. The label."""
+    world, (quick, slow) = stage.world, stage.engines
+    before = slow.version()
+    with slowed(pids):
+        label = stage.publish()
+        stage.serves(label, quick)
+        key = stage.publication(label).id
+        said = [e.fields["groups"] for e in world.events("group.left_behind") if e.fields.get("publication") == key]
+        assert said == [["engine1"]], "the slow one's, and only that"
+        assert slow.version() == before
+    return label
+
+
+def test_a_mover_at_a_tenth_of_its_speed(stage: Stage) -> None:
+    world, slow = stage.world, stage.engines[1]
+    pid = world.mover(slow[0].id)
+    label = left_behind(stage, [pid])
+    stage.serves(label, slow)
+    assert world.mover(slow[0].id) == pid, "slow is not dead"
+    assert world.evicted() == []
+    stage.smooth()
+
+
+@pytest.mark.long
+def test_a_host_at_a_tenth_of_its_speed(stage: Stage) -> None:
+    """Its watchdog and member too; it is left behind again and again, and caught up at last."""
+    world, slow = stage.world, stage.engines[1]
+    pid = world.mover(slow[0].id)
+    for _ in range(3):
+        label = left_behind(stage, everything_of(world, "c"))
+    stage.catches_up(label, slow)
+    assert world.mover(slow[0].id) == pid
+    assert world.evicted() == []
+    stage.refit()
+
+
+@pytest.mark.long
+def test_one_that_stays_slow_is_caught_up_when_nobody_else_waits(stage: Stage) -> None:
+    world, slow = stage.world, stage.engines[1]
+    with slowed([world.mover(slow[0].id)]):
+        label = stage.publish()
+        stage.serves(label, stage.engines[0])
+        stage.serves(label, slow)
+    assert world.evicted() == []
+    stage.refit()
+
+
+@pytest.mark.long
+def test_a_source_at_a_tenth_of_its_speed(stage: Stage) -> None:
+    """Everybody needs it: nobody is left behind for it, and nobody gives it up."""
+    world = stage.world
+    pid = world.mover(stage.trainer[1].id)
+    with slowed([pid]):
+        label = stage.publish()
+        stage.catches_up(label, *stage.engines)
+    assert world.mover(stage.trainer[1].id) == pid
+    assert world.evicted() == []
+    stage.refit()
