@@ -6,6 +6,7 @@ tells: violations of what is promised, and false alarms, which are judgements ab
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ __all__ = ["Finding", "Observer"]
 
 GRACE = 2.5  # seconds by which a call may be late, on a machine that is busy
 AFTERMATH = 15.0  # seconds for which a fault explains what happens to others
+HASTE = 2.0  # seconds in which nobody need have installed anything
 ZOMBIE = 15.0  # seconds in which a supervisor that wakes with an older term must be gone
 _ALWAYS = {
     "receive": {"RefitTimeout"},
@@ -155,7 +157,7 @@ class Observer:
         if not error:
             return
         self.errors[f"{call}: {error}"] += 1
-        if error in _ALWAYS[call]:
+        if error in _ALWAYS[call] or _hasty(line["text"]):
             return
         hurt = self.hurt(end)
         if error == "NotAMember":
@@ -265,6 +267,12 @@ class Observer:
                 if version not in self.committed:
                     self.violation(at, "served what was never committed", who, f"version {version}")
                     break
+
+
+def _hasty(text: str) -> bool:
+    """Whether an install broke off because a call had hardly any time left when its version came."""
+    short = re.search(r"not done within ([0-9.]+) s", text)
+    return short is not None and float(short.group(1)) < HASTE
 
 
 def _mixed(group: str, sections: list[tuple[float, float, int, str]]) -> Iterator[Finding]:

@@ -21,13 +21,19 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["PLANTS", "VARIABLE", "Held", "Injected", "environment", "install", "plant"]
+__all__ = ["PLANTS", "SEEN", "VARIABLE", "Held", "Injected", "environment", "install", "plant"]
 
 VARIABLE = "ELASTIC_RESHARD_SOAK"
 PLANTS = {
     "term": "the journal takes what a supervisor of an older term writes",
     "zombie": "a condemned mover that is frozen is woken instead of killed, its mapping still writable",
     "leak": "a mover is forgotten, not kept or ended, when its transfer is over",
+}
+# What the observer says of each: then the soak has seen it, and ends.
+SEEN = {
+    "term": "a supervisor of an older term lives on",
+    "zombie": "wrong bytes were served",
+    "leak": "movers are leaked",
 }
 _LONGEST = 1.5  # seconds that a step is held at most: less than any silence that is judged
 

@@ -199,7 +199,7 @@ def engine(pipe: Connection, part: Part, records: Records) -> int:
         found: int | ReshardError | None = None
         if chance.random() < 0.1:
             found = records.call("receive", RECEIVE, lambda: member.receive(RECEIVE))
-        elif _newer(member, records) or chance.random() < 0.05:
+        elif _newer(member, records):
             found = records.call("install", INSTALL, lambda: member.install(INSTALL)["weight_version"])
         if isinstance(found, NotAMember):
             return AGAIN

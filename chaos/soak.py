@@ -25,7 +25,7 @@ from chaos import players, report
 from chaos.cast import DEADLINES, HOSTS, JOB, SEATS, Cast, Player, send, state_of
 from chaos.faults import Fault, Script, hurt_of, inflict
 from chaos.observer import ZOMBIE, Observer
-from chaos.plants import PLANTS
+from chaos.plants import PLANTS, SEEN
 from chaos.sight import Sight
 from chaos.stage import Stage
 
@@ -86,8 +86,8 @@ class Soak:
         return True
 
     def _caught(self) -> bool:
-        """With a planted bug the first finding is what was wanted."""
-        return bool(self.plant and self.observer.violations)
+        """Whether the planted bug was seen."""
+        return bool(self.plant) and any(f.what == SEEN[self.plant] for f in self.observer.violations)
 
     # -- the run
 

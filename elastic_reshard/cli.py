@@ -93,7 +93,7 @@ def demo(
     mib: Annotated[int, typer.Option(min=1, max=1 << 14, help="What the model is scaled down to.")] = 48,
     versions: Annotated[
         int | None,
-        typer.Option(min=2, max=1000, help="Refits, 8 or more; default 20. With --bare: by each method, default 5."),
+        typer.Option(min=2, max=1000, help="Refits, 8 or more; default 30. With --bare: by each method, default 5."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Who is hit, when, in which order.")] = 0,
     bare: Annotated[
@@ -112,7 +112,7 @@ def demo(
     from elastic_reshard.bench.elastic_demo_cast import DemoSetup
     from elastic_reshard.bench.elastic_demo_view import Picture, line_text, no_screen, tables
 
-    setup = DemoSetup(model, mib << 20, versions or 20, seed)
+    setup = DemoSetup(model, mib << 20, versions or 30, seed)
     _need_memory(setup.memory, f"the demo with {mib} MiB")
     live = _out.is_terminal and _err.is_terminal and not json_
     screen = Picture(setup, _err).live if live else no_screen

@@ -24,6 +24,7 @@ from elastic_reshard.errors import LayoutError
 from elastic_reshard.layout import catalog
 
 ROOT = Path(__file__).parents[1]
+SOON = 90.0
 LIMIT = 110.0  # seconds: "under two minutes", processes and all
 
 
@@ -36,7 +37,7 @@ def place() -> Iterator[Path]:
         while (living := started_in(folder)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not living
-        assert not os.listdir(folder)
+        assert not [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]  # torch's own
 
 
 def started_in(folder: str) -> list[str]:
@@ -134,7 +135,7 @@ def look_at_faults(told: dict[str, Any]) -> None:
 
 
 def test_movers_and_trainers_are_lost_engines_come_and_go_and_every_bit_is_right(place: Path) -> None:
-    told = played(place, "--versions", "8", "--mib", "32", "--seed", "5")
+    told = played(place, "--versions", "8", "--mib", "24", "--seed", "5")
     assert len({f["whom"].partition("-")[0] for f in told["faults"]}) == 2  # a sending mover and a receiving one
 
 
@@ -143,13 +144,19 @@ def test_movers_and_trainers_are_lost_engines_come_and_go_and_every_bit_is_right
 @pytest.mark.parametrize("options", [(), ("--seed", "1"), ("--seed", "2", "--model", "Qwen3-30B-A3B", "--mib", "64")])
 def test_the_whole_demo_takes_less_than_two_minutes(place: Path, options: tuple[str, ...]) -> None:
     told = played(place, *options)
-    assert len(told["refits"]) >= 20
+    assert len(told["refits"]) >= 30
     assert told["seconds"] < 120
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_a_demo_that_is_broken_off_leaves_nothing_behind(place: Path, number: signal.Signals) -> None:
-    """On a terminal, in the middle of a refit."""
+@pytest.mark.parametrize(
+    ("number", "moment"),
+    [
+        (signal.SIGINT, r"landing .* [0-9]+/[0-9]+ cells"),
+        pytest.param(signal.SIGTERM, r"version 2 \(step-2\) installed by 2 engines", marks=pytest.mark.long),
+    ],
+)
+def test_a_demo_that_is_broken_off_leaves_nothing_behind(place: Path, number: signal.Signals, moment: str) -> None:
+    """On a terminal, in the first transfer or later."""
     ours, theirs = pty.openpty()
     try:
         process = subprocess.Popen(
@@ -158,7 +165,7 @@ def test_a_demo_that_is_broken_off_leaves_nothing_behind(place: Path, number: si
         )  # fmt: skip
         try:
             os.close(theirs)
-            seen = read_until(ours, re.compile(r"engine-1-1\s.*version 2 \(step-2\) installed by 2 engines", re.DOTALL))
+            seen = read_until(ours, re.compile(moment))
             assert "trainers-2" in seen
             assert "engines-2" in seen
             assert len(started_in(str(place))) > 8  # members, supervisor, watchdogs, movers
@@ -178,7 +185,7 @@ def test_a_demo_that_is_broken_off_leaves_nothing_behind(place: Path, number: si
 
 def read_until(terminal: int, wanted: re.Pattern[str] | None) -> str:
     """What a terminal shows, without its colours, until something is there (None: until its end)."""
-    shown, deadline = "", time.monotonic() + 60
+    shown, deadline = "", time.monotonic() + SOON
     while time.monotonic() < deadline:
         try:
             shown += os.read(terminal, 1 << 16).decode(errors="replace")
@@ -189,7 +196,7 @@ def read_until(terminal: int, wanted: re.Pattern[str] | None) -> str:
         shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
         if wanted is not None and wanted.search(shown):
             return shown
-    raise AssertionError(f"not seen in 60 s: {wanted}; the last was {shown[-3000:]}")
+    raise AssertionError(f"not seen in {SOON} s: {wanted}; the last was {shown[-3000:]}")
 
 
 @pytest.mark.parametrize("nbytes", [4 << 20, 48 << 20])

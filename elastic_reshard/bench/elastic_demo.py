@@ -33,8 +33,8 @@ __all__ = ["play"]
 _TRIES: Final = 12  # refits that may be over before a mover could be hit in their middle
 _WITHIN: Final = 20.0  # seconds that an engine has to leave
 _CHECKPOINT: Final = 3  # steps between two checkpoints of the trainers
-_FIRST = 2  # refits before anything is inflicted: both slots of every arena
-_SCENES = 5
+_FIRST: Final = 2  # refits before anything is inflicted: both slots of every arena
+_SCENES: Final = 5
 
 Screen = Callable[[Sight], AbstractContextManager[object]]
 
@@ -155,8 +155,10 @@ class _Demo(Refits):
 
     def _recovered(self, fault: Fault) -> None:
         self.outcome.faults.append(fault)
-        again = f"; {fault.resent / 2**20:.2f} MiB moved twice"
-        self.sight.tell("back", f"version {fault.version} installed everywhere {fault.recovered:.2f} s after it{again}")
+        again = f"{fault.resent / 2**20:.1f} MiB were under way and were moved again"
+        self.sight.tell(
+            "back", f"version {fault.version} installed everywhere {fault.recovered:.2f} s after it; {again}"
+        )
 
     # -- trainers
 
@@ -230,7 +232,8 @@ class _Demo(Refits):
         if not change.others:
             self.wrong(f"{change.what}: other engines had to install meanwhile")
         moved = f", {change.network / 2**20:.1f} MiB over the network" if change.network else ""
-        self.sight.tell("change", f"{change.what}: done in {change.seconds:.2f} s{moved}; the others did nothing")
+        others = "; the others did nothing" if change.others else ""
+        self.sight.tell("change", f"{change.what}: done in {change.seconds:.2f} s{moved}{others}")
 
 
 def _takes_part(view: Told, gang: Gang) -> bool:

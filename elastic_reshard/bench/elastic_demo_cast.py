@@ -28,7 +28,7 @@ class DemoSetup:
 
     model: str = "Qwen3-0.6B"
     nbytes: int = 48 << 20
-    versions: int = 20
+    versions: int = 30
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -31,8 +31,8 @@ class Refit:
 @dataclass(frozen=True)
 class Fault:
     """Something that was inflicted. landed: share of the version's bytes that had landed then; seconds from then: noticed
-    (the transfer broken off), replaced (the next one runs), committed, recovered (installed everywhere). resent: bytes moved
-    twice. why: what the supervisor said."""
+    (the transfer broken off), replaced (the next one runs), committed, recovered (installed everywhere). resent: bytes
+    that were under way when it was broken off and were moved again. why: what the supervisor said."""
 
     what: str
     whom: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from elastic_reshard.bench import elastic_demo_rank as does
 from elastic_reshard.bench import rank as on
@@ -88,11 +88,11 @@ class Refits:
         self.outcome.refits.append(refit)
         if doc.label != flight.label:
             self.wrong(f"version {flight.version} is labelled {doc.label!r}, published as {flight.label!r}")
-        if transfers == 1 and network != flight.needed:
+        reasons = "; ".join(plain(e.fields["reason"]) for e in self.events(doc, "transfer.breaking"))
+        if not reasons and network != flight.needed:
             self.wrong(f"version {flight.version}: {network} bytes over the network, where {flight.needed} are needed")
-        if transfers > 1 and not note:
-            reasons = "; ".join(plain(e.fields["reason"]) for e in self.events(doc, "transfer.breaking"))
-            self.outcome.refits[-1] = Refit(**{**asdict(refit), "note": f"formed anew unasked: {reasons}"})
+        if reasons and not note:
+            self.outcome.refits[-1] = replace(refit, note=f"formed anew unasked: {reasons}")
         return doc
 
     def calm(self) -> None:

@@ -158,7 +158,7 @@ class Sight:
                     yield "back", f"formed anew in epoch {f['epoch']}; what has landed is not moved again"
                 case "group.left_behind" if "groups" in f:
                     yield "found", f"late: the others go on without {', '.join(f['groups'])}"
-                case "host.silent":
+                case "host.silent" if f["members"]:
                     yield "found", f"host {f['host']} is silent and given up"
                 case "publication.abandoned":
                     yield "found", f"version {f['version']} is abandoned: {plain(f['reason'])}"

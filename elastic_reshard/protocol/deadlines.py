@@ -31,7 +31,7 @@ class Deadlines:
     mover_beat: float = 0.25
     mover_silent: float = 1.5
     form: float = 10.0
-    abort: float = 1.0
+    abort: float = 0.5
     stall: float = 5.0
     connect: float = 5.0
     proof_of_death: float = 2.0

@@ -46,7 +46,8 @@ _ROOMS: Final = {
 }
 POINTS: Final = frozenset(f"{room}.{step}" for room, steps in _ROOMS.items() for step in steps)
 _passed: Counter[str] = Counter()
-_file: Path | None = None
+_text = os.environ.get(VARIABLE)
+_file: Final = Path(_text[1:]) if _text is not None and _text.startswith("@") else None
 _version = 0  # of the file, by its time
 
 
@@ -67,15 +68,6 @@ def _known(what: dict[str, Any]) -> bool:
     return (waits or do in ("kill", "stop", "raise")) and set(what) <= {"do", "nth", "once"}
 
 
-def _arm_by_environment() -> dict[str, Any]:
-    global _file
-    text = os.environ.get(VARIABLE)
-    if text is None or not text.startswith("@"):
-        return arm(text)
-    _file = Path(text[1:])
-    return {}
-
-
 def _look(file: Path) -> None:
     """Take over what the file says now, if it is another one."""
     global _armed, _version
@@ -85,7 +77,7 @@ def _look(file: Path) -> None:
         _passed.clear()
 
 
-_armed = _arm_by_environment()
+_armed = arm(None if _file is not None else _text)
 
 
 def hook(point: str) -> None:

@@ -122,6 +122,7 @@ def step(job: Job, events: Sequence[Event], now: float, covers: Covers) -> tuple
     if now - job.stepped > 2 * job.deadlines.beat:
         # A judge that came late looks at what has arrived meanwhile, and waits two beats before judging.
         draft.judge_from = max(draft.judge_from, now + 2 * job.deadlines.beat)
+        transfers.forgive(draft, draft.judge_from - job.stepped)
         draft.log("supervisor.late", seconds=round(now - job.stepped, 3))
     for event in events:
         _take_in(draft, event)

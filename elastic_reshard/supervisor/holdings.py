@@ -83,10 +83,10 @@ def has_all(draft: Draft, group: Group, publication: PublicationDoc) -> bool | N
 
 def behind(draft: Draft, group: Group, publication: PublicationDoc) -> bool:
     """Whether nobody waits for the group: it is late with this publication, or with the committed one and has not caught up."""
-    known = (draft.publications.get(p) for p in {publication.id, draft.committed})
-    return any(
-        p is not None and (p.doc.id, group.doc.name) in draft.slow and lacking(draft, group, p.doc) for p in known
-    )
+    if (publication.id, group.doc.name) in draft.slow and lacking(draft, group, publication):
+        return True
+    committed = draft.publications.get(draft.committed)
+    return group.doc.name in draft.lateness and committed is not None and bool(lacking(draft, group, committed.doc))
 
 
 def nobody_has(draft: Draft, publication: PublicationDoc) -> str:
@@ -136,6 +136,12 @@ def prune(draft: Draft) -> None:
     for key in set(draft.ledgers) - known:
         del draft.ledgers[key]
     draft.slow = {key for key in draft.slow if key[0] in draft.publications}
+    committed = draft.publications.get(draft.committed)
+    for name in list(draft.lateness):
+        group = draft.groups.get(name)
+        caught_up = group is not None and committed is not None and has_all(draft, group, committed.doc)
+        if group is None or caught_up:
+            del draft.lateness[name]
     draft.given_up = {key: seen for key, seen in draft.given_up.items() if key[0] in draft.publications}
 
 

@@ -13,7 +13,7 @@ from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.parties import landed_ranks
 from elastic_reshard.supervisor.state import Draft, Transfer
 
-__all__ = ["after_stall", "awaited_most", "lacking_groups", "mark_slow", "stragglers"]
+__all__ = ["after_stall", "awaited_most", "mark_slow", "overtaken", "stragglers"]
 
 _Reports = Mapping[str, MoverSaid]
 
@@ -45,9 +45,30 @@ def mark_slow(draft: Draft, transfer: Transfer, members: Iterable[str]) -> set[s
     sources = {transfer.doc.members[p] for p in transfer.doc.source.members}
     slow = {part.group for part in transfer.doc.landings if part.member in set(members) - sources}
     if slow < {party.group for party in transfer.doc.destinations}:
-        draft.slow |= {(transfer.doc.publication, group) for group in slow}
+        _note(draft, transfer, slow)
         return slow
     return set()
+
+
+def _note(draft: Draft, transfer: Transfer, groups: set[str]) -> None:
+    draft.slow |= {(transfer.doc.publication, group) for group in groups}
+    for group in groups:
+        draft.lateness[group] = draft.lateness.get(group, 0) + 1
+
+
+def overtaken(draft: Draft, transfer: Transfer) -> set[str]:
+    """Groups that catch up with a committed version for too long while a newer one waits; marked.
+
+    Each time they are left behind they are given half of the time: a straggler costs the others two `late_after` in all."""
+    moving = draft.moving()
+    if moving is None or moving.doc.id == transfer.doc.publication:
+        return set()
+    lacking = lacking_groups(draft.publications[transfer.doc.publication].doc, transfer)
+    times = max((draft.lateness.get(group, 0) for group in lacking), default=0)
+    if draft.now - transfer.begun < draft.policies.late_after / 2 ** max(0, times - 1):
+        return set()
+    _note(draft, transfer, lacking)
+    return lacking
 
 
 def stragglers(draft: Draft, transfer: Transfer) -> set[str]:
@@ -69,7 +90,7 @@ def after_stall(draft: Draft, transfer: Transfer, reports: _Reports) -> str:
     if stalls and not slow:
         if draft.alone == doc.publication:
             slow = lacking_groups(draft.publications[doc.publication].doc, transfer)
-            draft.slow |= {(doc.publication, group) for group in slow}
+            _note(draft, transfer, slow)
         draft.alone = doc.publication
     fresh = draft.slow > known
     draft.tried = (publication, stalls + 1, 0 if fresh else fruitless)

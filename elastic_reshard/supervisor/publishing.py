@@ -189,7 +189,7 @@ def _commit(draft: Draft) -> bool:
             complete += 1
         elif waited >= draft.policies.late_after or behind(draft, group, moving.doc):
             late += 1
-            left.append(group.doc.name)
+            left += [group.doc.name] if waited >= draft.policies.late_after else []
         else:
             missing += 1
     if missing or complete < draft.policies.min_groups:

@@ -152,7 +152,7 @@ class Job:
     movers: the latest of each member's. ledgers: what landed, by (publication, member). slow: (publication, group) that
     others wait for no more. tried: (publication, stalls, epochs in a row without a new cell). given_up: (publication, group)
     that can't have it from those reachable then, and until when that is not tried again. alone: a publication whose groups
-    are served one by one.
+    are served one by one. lateness: how often a group was left behind since it last had what was committed.
     """
 
     name: str
@@ -175,6 +175,7 @@ class Job:
     slow: frozenset[tuple[str, str]] = frozenset()
     given_up: Mapping[tuple[str, str], tuple[frozenset[str], float]] = field(default_factory=dict)
     alone: str = ""
+    lateness: Mapping[str, int] = field(default_factory=dict)
     suspended: Suspended | None = None
     tried: tuple[str, int, int] = ("", 0, 0)
     serial: int = 0
@@ -206,6 +207,7 @@ class Draft:
         self.publications, self.hosts = dict(job.publications), dict(job.hosts)
         self.transfers, self.movers, self.ledgers = dict(job.transfers), dict(job.movers), dict(job.ledgers)
         self.slow, self.given_up, self.alone = set(job.slow), dict(job.given_up), job.alone
+        self.lateness = dict(job.lateness)
         self.suspended, self.tried, self.serial, self.growing = job.suspended, job.tried, job.serial, job.growing
         self.fits, self.matching, self.waiting = dict(job.fits), set(job.matching), list(job.waiting)
         self.judge_from, self.recover_from = job.judge_from, job.recover_from
@@ -354,7 +356,8 @@ class Draft:
             groups=self.groups, publications=self.publications, hosts=self.hosts, fits=self.fits,
             matching=frozenset(self.matching), waiting=tuple(self.waiting), stepped=self.now, judge_from=self.judge_from,
             recover_from=self.recover_from, transfers=self.transfers, movers=self.movers, ledgers=self.ledgers,
-            slow=frozenset(self.slow), given_up=self.given_up, alone=self.alone, suspended=self.suspended, tried=self.tried,
+            slow=frozenset(self.slow), given_up=self.given_up, alone=self.alone,
+            lateness=self.lateness, suspended=self.suspended, tried=self.tried,
             serial=self.serial, growing=self.growing,
         )  # fmt: skip
         effects = Effects(

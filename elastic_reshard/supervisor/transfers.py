@@ -16,13 +16,13 @@ from elastic_reshard.protocol.docs import LandedDoc, PublicationState, TransferS
 from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.events import Abandon, Ledgered, Moved
 from elastic_reshard.supervisor.holdings import reachable
-from elastic_reshard.supervisor.lateness import after_stall, lacking_groups, mark_slow, stragglers
+from elastic_reshard.supervisor.lateness import after_stall, mark_slow, overtaken, stragglers
 from elastic_reshard.supervisor.parties import compose
 from elastic_reshard.supervisor.publishing import abandon
 from elastic_reshard.supervisor.queue import next_groups
 from elastic_reshard.supervisor.state import Draft, Publication, Suspended, Transfer
 
-__all__ = ["ledgered", "moved", "settle"]
+__all__ = ["forgive", "ledgered", "moved", "settle"]
 
 
 def moved(draft: Draft, event: Moved) -> None:
@@ -43,6 +43,14 @@ def ledgered(draft: Draft, event: Ledgered) -> None:
     said = event.said
     if said.publication in draft.publications and said.member in draft.members:
         draft.ledgers[said.publication, said.member] = said
+
+
+def forgive(draft: Draft, seconds: float) -> None:
+    """Nobody was listened to for so long: that is no stall, and nobody's lateness."""
+    for name, transfer in draft.transfers.items():
+        draft.transfers[name] = replace(transfer, since=transfer.since + seconds, moved=transfer.moved + seconds)
+    if draft.suspended is not None:
+        draft.suspended = replace(draft.suspended, until=draft.suspended.until + seconds)
 
 
 def settle(draft: Draft) -> None:
@@ -204,29 +212,18 @@ def _watch(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> N
     publication = draft.publications.get(transfer.doc.publication)
     if publication is None or publication.doc.state in (PublicationState.RELEASED, PublicationState.ABANDONED):
         _change(draft, transfer, TransferState.STOPPING, "its publication is over")
-    elif draft.now - transfer.begun >= draft.policies.late_after:
-        _leave_behind(draft, transfer, publication)
-    elif _overtaken(draft, transfer):
+    elif publication.doc.state is PublicationState.MOVING and draft.now - transfer.begun >= draft.policies.late_after:
+        _leave_behind(draft, transfer)
+    elif overtaken(draft, transfer):
         _change(draft, transfer, TransferState.STOPPING, "a newer version is to be moved")
 
 
-def _overtaken(draft: Draft, transfer: Transfer) -> bool:
-    """It serves only groups that are late, and a newer publication waits for it."""
-    moving = draft.moving()
-    if moving is None or moving.doc.id == transfer.doc.publication:
-        return False
-    publication = draft.publications[transfer.doc.publication].doc
-    return all((publication.id, group) in draft.slow for group in lacking_groups(publication, transfer))
-
-
-def _leave_behind(draft: Draft, transfer: Transfer, publication: Publication) -> None:
+def _leave_behind(draft: Draft, transfer: Transfer) -> None:
     """Late: end this transfer between two rounds, and go on without those for whom the others wait most."""
-    if publication.doc.state is not PublicationState.MOVING:
-        return
     slow = stragglers(draft, transfer)
     if slow:
         draft.epoch_ended = draft.durable = True
-        draft.log("group.left_behind", groups=sorted(slow), publication=publication.doc.id)
+        draft.log("group.left_behind", groups=sorted(slow), publication=transfer.doc.publication)
         _change(draft, transfer, TransferState.STOPPING, f"late: going on without {', '.join(sorted(slow))}")
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from elastic_reshard.bench import census, recovery, stage
 from elastic_reshard.bench import rank as on
 from elastic_reshard.bench import recovery_faults as faults
-from elastic_reshard.bench.play import Play, distinct
+from elastic_reshard.bench.play import Play, Shot, distinct
 from elastic_reshard.bench.recovery_warm import warm
 from elastic_reshard.bench.rows import Row
 from elastic_reshard.bench.stage import Stage
@@ -65,10 +65,11 @@ def test_what_is_measured_is_right_in_bytes_and_outcomes() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(300)
 def test_the_command_measures_everything() -> None:
     command = [sys.executable, "-m", "elastic_reshard", "bench", "recovery", "--mib", "48", "--repeats", "1",
                "--rebuilds", "10", "--json"]  # fmt: skip
-    told = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    told = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert told.returncode == 0, told.stdout + told.stderr
     rows: list[dict[str, Any]] = json.loads(told.stdout)
     assert len(rows) == 9
@@ -77,6 +78,16 @@ def test_the_command_measures_everything() -> None:
 
 
 # -- it would see what is wrong
+
+
+@pytest.mark.parametrize(("again", "twice"), [(40, 0), (55, 15), (60, 20), (70, 30)])
+def test_what_had_landed_and_moves_again_is_more_than_was_in_flight(again: int, twice: int) -> None:
+    """Of 100 bytes 40 had landed and 20 were in flight: at most 60 are to be moved then."""
+    played: Any = None
+    shot = Shot(0.0, played, landed=40, begun=60, total=100, played=played, again=again)
+    assert (shot.flying, shot.twice) == (20, twice)
+    assert (shot.twice <= shot.flying) == (again <= 60)
+    assert shot.remaining(10.0) == 6.0
 
 
 def test_what_is_wrong_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

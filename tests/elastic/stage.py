@@ -15,13 +15,27 @@ from tests.elastic import rank as on
 from tests.elastic.actors import Actor, _state, until
 from tests.elastic.world import Gang, Hold, World, results, same
 
-__all__ = ["BIG", "MIDDLE", "SETTINGS", "Stage", "everything_of", "freeze", "gone", "kill", "nursery", "vanish", "wake"]
+__all__ = [
+    "BIG",
+    "CELL",
+    "MIDDLE",
+    "SETTINGS",
+    "Stage",
+    "everything_of",
+    "freeze",
+    "gone",
+    "kill",
+    "nursery",
+    "vanish",
+    "wake",
+]
 
 # 32 MiB: four rounds when two members send it to two hosts.
 BIG = {f"w{i}": ((1024, 1024), "float32", 0) for i in range(8)}
 CELL = 1 << 14
 # Of a world whose processes are held: that is no stall, and what hangs is not to be mended by waiting for one.
-SETTINGS: dict[str, Any] = {"cell": CELL, "hooks": {}, "stall": 60.0, "form": 60.0}
+# Movers wait longer for a watchdog than it takes to replace a frozen one.
+SETTINGS: dict[str, Any] = {"cell": CELL, "hooks": {}, "stall": 60.0, "form": 60.0, "orphan_hold": 6.0}
 MIDDLE = 4  # of the passings of "mover.round": half has landed when a mover comes to its fourth
 
 

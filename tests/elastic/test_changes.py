@@ -1,159 +1,160 @@
-"""Changes that somebody asked for, in the middle of a transfer and out of it: leave, drain, shrink, grow, leave by force. Nobody
-gets an error by them, and no epoch breaks."""
+"""Changes that somebody asked for, in the middle of a transfer: leave, drain, shrink, grow, leave by force. Nobody gets an
+error by them, no epoch breaks, and nothing is left of who has gone.
+
+CASES B10, B16 as they show here: who leaves first hinders nobody who stays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from elastic_reshard.protocol.docs import MemberState
 from tests.elastic import rank as on
-from tests.elastic.stage import BIG, CELL, Stage, everything_of, gone
-from tests.elastic.world import World, results, until
+from tests.elastic.actors import Actor
+from tests.elastic.stage import SETTINGS, Stage, everything_of, gone
+from tests.elastic.world import Gang, World, results, until
 
 Maker = Callable[..., World]
 
 
-@pytest.fixture
-def stage(make_world: Maker) -> Stage:
-    """Trainers on host a, engines on b and c, that have refitted once."""
-    stage = Stage(make_world(cell=CELL, hooks={}))
-    assert stage.refit("s1") == 1
+def staged(make_world: Maker, engines: Sequence[Sequence[str]] = (("b",), ("c",))) -> Stage:
+    """Trainers on host a and engines that have refitted once."""
+    stage = Stage(make_world(**SETTINGS), engines=engines)
+    stage.refit()
     return stage
 
 
-def test_drain_in_the_middle(stage: Stage) -> None:
-    """The others' transfer goes on; the host's members hear it, leave, and nothing of the host is left."""
+def nothing_broke(stage: Stage, *forced: Actor) -> None:
+    """No epoch broke since the beginning, and nobody was given up but those who were left out by force."""
+    assert stage.world.events("transfer.breaking") == []
+    assert sorted(stage.world.evicted()) == sorted(f"{actor.id}: left out by force" for actor in forced)
+
+
+def drain_an_engines_host(stage: Stage, host: str, going: Gang, *staying: Gang) -> None:
+    """Its members hear it and leave; the others' transfer goes on, and no process of the host is left."""
     world = stage.world
-    first, second = stage.engines
-    processes = everything_of(world, "b")
-    watchdog, movers = processes[0], list(world.movers("b").values())
-    hold = stage.middle("s2")
-    leaving = first.begin(on.leave_when_asked)
+    watchdog, *_ = everything_of(world, host)
+    movers = world.movers(host)
+    assert set(movers) == {actor.id for actor in going}
+    label, hold = stage.middle()
+    leaving = going.begin(on.leave_when_asked)
     with world.client() as client:
-        departure = client.drain("b", within=20.0, wait=False)
-        assert set(departure.members) == {actor.id for actor in first}
+        departure = client.drain(host, within=20.0, wait=False)
+        assert set(departure.members) == {actor.id for actor in going}
         hold.release()
-        assert stage.serves("s2", second) == 2
+        stage.serves(label, *staying)
         results(leaving)
-        assert client.drain("b", within=20.0).done
-    gone(watchdog, "the watchdog of the drained host")
-    for pid in movers:
-        gone(pid, "a mover of the drained host")
-    assert stage.broken("s2") == []
-    stage.trainer.publish("s3")
-    assert stage.serves("s3", second) == 3
-    assert world.events("transfer.breaking") == []
-    assert world.evicted() == []
-    assert "engine0" not in world.view().groups
+        assert client.drain(host, within=20.0).done
+    gone(watchdog, f"the watchdog of {host}")
+    for member, pid in movers.items():
+        gone(pid, f"the mover of {member}")
+    stage.engines.remove(going)
+    stage.smooth()
+    world.until(lambda v: going.name not in v.groups, "what had landed there is needed no more")
 
 
-def test_leave_in_the_middle(stage: Stage) -> None:
-    """An engine leaves by itself while its cells are on their way; then the trainers, whose publish is on its way."""
-    world = stage.world
-    first, second = stage.engines
-    hold = stage.middle("s2")
-    leaving = first.begin(on.leave)
-    world.until(lambda v: "engine0" not in v.groups or not v.groups["engine0"].whole, "it is leaving")
+def leaves_by_itself(stage: Stage, going: Gang, *staying: Gang) -> None:
+    """A group leaves while cells are on their way to it, or from it; it comes back as new members."""
+    label, hold = stage.middle()
+    leaving = going.begin(on.leave)
+    stage.world.until(lambda v: (doc := v.groups.get(going.name)) is None or not doc.whole, "it is leaving")
     hold.release()
     results(leaving)
-    assert stage.serves("s2", second) == 2
-    hold = stage.middle("s3", *stage.trainer, *second, nth=2)
-    leaving = stage.trainer.begin(on.leave)
-    world.until(lambda v: "trainer" not in v.groups or not v.groups["trainer"].whole, "they are leaving")
+    stage.serves(label, *staying)
+    stage.whole(label)
+    stage.replace(going)
+    if going in stage.engines:
+        stage.serves(label, going)
+    stage.smooth()
+
+
+def leaves_by_force(stage: Stage, going: Gang, *staying: Gang) -> None:
+    """It is out at once, whatever it does, and its calls say so; the others' transfer goes on."""
+    label, hold = stage.middle()
+    asked = going.begin(on.receive)
+    with stage.world.client() as client:
+        told = client.leave_group(going.name, force=True)
+    assert {doc.state for doc in told.values()} <= {MemberState.ORPHANED, MemberState.LOST}
     hold.release()
-    results(leaving)
-    assert stage.serves("s3", second) == 3, "what was published is not lost by leaving"
-    assert world.events("transfer.breaking") == []
-    assert world.evicted() == []
-    first.replace(shapes=BIG)
-    assert stage.serves("s3", first) == 3
+    stage.serves(label, *staying)
+    stage.whole(label)
+    for call in asked:
+        error = call.outcome()
+        assert error.kind == "NotAMember", error.text
+    stage.engines.remove(going)
+    stage.smooth()
 
 
-def test_drain_of_the_trainers_host_in_the_middle(stage: Stage) -> None:
-    """What they had published is served by all before they are gone."""
+def test_leave_drain_and_force(make_world: Maker) -> None:
+    stage = staged(make_world, (("b",), ("c",), ("d",)))
+    first, second, third = stage.engines
+    leaves_by_itself(stage, first, second, third)
+    leaves_by_itself(stage, stage.trainer, first, second, third)
+    leaves_by_force(stage, second, first, third)
+    drain_an_engines_host(stage, "b", first, third)
+    nothing_broke(stage, *second)
+
+
+@pytest.mark.long
+def test_drain_of_the_trainers_host(make_world: Maker) -> None:
+    """What they had published is served by all, and they are gone."""
+    stage = staged(make_world)
     world = stage.world
-    processes = everything_of(world, "a")
-    hold = stage.middle("s2")
+    watchdog, *_ = everything_of(world, "a")
+    movers = world.movers("a")
+    label, hold = stage.middle()
     leaving = stage.trainer.begin(on.leave_when_asked)
     with world.client() as client:
         client.drain("a", within=20.0, wait=False)
         hold.release()
-        assert stage.serves("s2") == 2
+        stage.serves(label)
         results(leaving)
-        departure = client.drain("a", within=20.0)
-        assert departure.done
-    assert world.events("transfer.breaking") == []
-    for engine in stage.engines:
-        engine.holds("s2")
-    members = {actor.pid for actor in stage.trainer}
-    stage.trainer.replace(shapes=BIG)
-    assert stage.refit("s3") == 3
-    for pid in set(processes[1:]) - members:
-        gone(pid, "a mover of the drained host")
+        assert client.drain("a", within=20.0).done
+    stage.whole(label)
+    gone(watchdog, "the watchdog of a")
+    for member, pid in movers.items():
+        gone(pid, f"the mover of {member}")
+    stage.replace(stage.trainer)
+    stage.smooth()
+    nothing_broke(stage)
 
 
-def test_shrink_by_several_groups_in_the_middle(make_world: Maker) -> None:
-    stage = Stage(make_world(cell=CELL, hooks={}), engines=[["b"], ["c"], ["d"]])
-    world = stage.world
-    stage.refit("s1")
-    *going, last = stage.engines
-    hold = stage.middle("s2")
-    leaving = [call for engine in going for call in engine.begin(on.leave_when_asked)]
-    with world.client() as client:
-        departure = client.shrink(["engine0", "engine1"], within=20.0, wait=False)
-        assert set(departure.members) == {actor.id for engine in going for actor in engine}
-        hold.release()
-        assert set(results(leaving)) <= {1, 2}
-        assert client.shrink(["engine0", "engine1"], within=20.0).done
-    assert stage.serves("s2", last) == 2
-    stage.trainer.publish("s3")
-    assert stage.serves("s3", last) == 3
-    assert world.events("transfer.breaking") == []
-    world.until(lambda v: set(v.groups) == {"trainer", "engine2"}, "what had landed there is needed no more")
-
-
-def test_grow_by_two_groups_is_one_epoch(stage: Stage) -> None:
-    """Who comes first waits for the other; both come in by one change, in the middle of a transfer, and break nothing."""
-    world = stage.world
+def test_grow_by_two_groups_and_shrink_by_them(make_world: Maker) -> None:
+    """Who comes first waits for the other: both come in by one change. Then both are asked to leave, by one request. Each in
+    the middle of a transfer, which goes on."""
+    stage = staged(make_world)
+    world, first = stage.world, list(stage.engines)
     epoch = world.view().membership_epoch
-    hold = stage.middle("s2")
-    late = [world.engine(number, hosts=[host]) for number, host in ((2, "d"), (3, "b"))]
+    label, hold = stage.middle()
+    late = [world.engine(number, size=1, hosts=[host]) for number, host in ((2, "d"), (3, "b"))]
     with world.client() as client:
         client.grow(groups=2, within=30.0, name="two", wait=False)
-        first = [actor.begin(on.join, late[0].seat(rank), shapes=BIG) for rank, actor in enumerate(late[0])]
-        until(lambda: client.growing().ready == ("engine2",) or None, "the first is ready")
+        one = late[0][0].begin(on.join, late[0].seat(0), shapes=stage.shapes)
+        until(lambda: (now := client.growing()) is not None and now.ready == (late[0].name,), "the first is ready")
         assert world.view().membership_epoch == epoch
-        assert not any(call.done() for call in first), "it is not in yet"
-        second = [actor.begin(on.join, late[1].seat(rank), shapes=BIG) for rank, actor in enumerate(late[1])]
+        assert not one.done(), "it is not in yet"
+        two = late[1][0].begin(on.join, late[1].seat(0), shapes=stage.shapes)
         growth = client.grow(groups=2, within=30.0, name="two")
-        assert (growth.done, growth.missing, set(growth.admitted)) == (True, 0, {"engine2", "engine3"})
-    results([*first, *second])
-    assert world.view().membership_epoch == epoch + 1, "one change"
-    hold.release()
-    assert stage.serves("s2") == 2
-    for engine in late:
-        stage.catches_up("s2", engine)
-    stage.engines += late
-    assert stage.refit("s3") == 3
-    assert world.events("transfer.breaking") == []
+        assert (growth.done, growth.missing, set(growth.admitted)) == (True, 0, {engine.name for engine in late})
+        results([one, two])
+        assert world.view().membership_epoch == epoch + 1, "one change"
+        hold.release()
+        stage.serves(label)
+        stage.catches_up(label, *late)
+        stage.engines += late
+        stage.smooth()
 
-
-def test_leave_by_force_in_the_middle(stage: Stage) -> None:
-    """They are out at once, whatever they do; the others' transfer goes on; their own calls say that they are no members."""
-    world = stage.world
-    first, second = stage.engines
-    hold = stage.middle("s2")
-    asked = first.begin(on.receive)
-    with world.client() as client:
-        told = client.leave_group("engine0", force=True)
-    assert {doc.state for doc in told.values()} <= {MemberState.ORPHANED, MemberState.LOST}
-    hold.release()
-    assert stage.serves("s2", second) == 2
-    for call in asked:
-        error = call.outcome()
-        assert error.kind == "NotAMember", error.text
-    assert world.events("transfer.breaking") == []
-    stage.trainer.publish("s3")
-    assert stage.serves("s3", second) == 3
+        label, hold = stage.middle(*stage.trainer, *first[0], *first[1], nth=2)
+        leaving = [call for engine in late for call in engine.begin(on.leave_when_asked)]
+        names = [engine.name for engine in late]
+        client.shrink(names, within=20.0, wait=False)
+        hold.release()
+        results(leaving)
+        assert client.shrink(names, within=20.0).done
+    stage.engines = first
+    stage.serves(label)
+    stage.smooth()
+    world.until(lambda v: not set(names) & set(v.groups), "nothing of them is needed any more")
+    nothing_broke(stage)

@@ -107,7 +107,9 @@ def test_down_to_one_member_and_back_to_three(make_world: Maker) -> None:
     engine.kill()
     trainer[0].kill()
     hold.release()
-    stage.world.until(lambda v: [m for m, d in v.members.items() if d and d.state == "live"] == [trainer[1].id], "one is left")
+    stage.world.until(
+        lambda v: [m for m, d in v.members.items() if d and d.state == "live"] == [trainer[1].id], "one is left"
+    )
     stage.replace(trainer, 0)
     stage.replace(engine)
     stage.serves(label)
@@ -192,7 +194,7 @@ def test_an_engines_host_vanishes_and_comes_back(make_world: Maker) -> None:
 def test_what_nobody_holds_any_more_is_given_up_by_name(make_world: Maker) -> None:
     """The only host that had a shard has vanished: suspended, then ShardLost; everyone goes on serving, and what comes next
     is served."""
-    stage = Stage(make_world(**SETTINGS, **QUICK), trainer=["a", "b"], engines=[["c"], ["d"]])
+    stage = Stage(make_world(**SETTINGS | QUICK | {"orphan_hold": 2.0}), trainer=["a", "b"], engines=[["c"], ["d"]])
     stage.refit()
     lost = stage.trainer[0].id
     label, hold = stage.middle(nth=1)

@@ -7,10 +7,12 @@ No version is ever mixed; who is cut off goes on serving; nothing hangs beyond i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
+from elastic_reshard.communicator.interfaces import VARIABLE
 from elastic_reshard.protocol.processes import started
 from elastic_reshard.protocol.view import Told
 from tests.elastic import rank as on
@@ -19,7 +21,7 @@ from tests.elastic.stage import CELL, Stage
 from tests.elastic.world import Gang, Site, World
 
 Maker = Callable[..., World]
-QUICK = {"beat": 0.4, "evict": 2.5, "reregister": 2.5, "stall": 3.0, "form": 5.0, "fruitless": 2}
+QUICK = {"beat": 0.4, "evict": 2.5, "reregister": 2.5, "stall": 3.0, "form": 5.0}
 SIDES = {"left": ("a", "b"), "right": ("c", "d")}
 
 
@@ -156,17 +158,19 @@ def test_data_only_healed_in_time(stage: Stage, networks: Networks) -> None:
 
 @pytest.mark.long
 def test_data_only_for_long(stage: Stage, networks: Networks) -> None:
-    """Nobody waits for ever: the publication is given up within its bound, and all serve what they have; the trainers are told."""
+    """Nobody's end explains it, and no word of a mover: those who can be reached have the version within a bound, the others
+    serve what they have until they can be reached again."""
     world = stage.world
     policies, deadlines = world.settings.policies, world.settings.deadlines
+    near, *far = stage.engines
     label, hold = stage.middle()
     networks.cut("right", DATA)
     hold.release()
     # Each epoch is formed, stalls, and is left within its own deadline.
     bound = (policies.fruitless + 1) * (deadlines.form + deadlines.stall + deadlines.abort + deadlines.proof_of_death)
-    told = stage.trainer[0].begin(on.committed, label, bound).outcome(bound + 5.0)
-    assert told.kind == "PublicationAbandoned", told
-    still("s1", *stage.engines)
+    world.until(lambda _: stage.publication(label).state == "committed", "it is committed without some", bound)
+    stage.serves(label, near)
+    still("s1", *far)
     networks.heal("right", DATA)
     stage.catches_up(stage.publish(), *stage.engines)
     assert world.evicted() == []
@@ -186,3 +190,59 @@ def test_both_and_healed(stage: Stage, networks: Networks) -> None:
         networks.heal("right", CONTROL)
         stage.serves(label, *far)
     stage.smooth()
+
+
+# -- settings by which movers can't meet
+
+
+def refused(stage: Stage, label: str, *says: str) -> None:
+    """Before a byte has moved, for a reason that says all this; it has its end at once, and nobody is given up for it."""
+    world = stage.world
+    world.until(lambda _: stage.publication(label).state in ("committed", "abandoned"), "it has an end")
+    reason = stage.broken(label)[0]
+    assert all(said in reason for said in says), reason
+    assert stage.engines[1].version() == 0
+    assert world.evicted() == []
+
+
+def unlike(world: World, environ: Mapping[str, str]) -> Stage:
+    """Trainers on a, engines on b and c; c's movers are of a nursery of its own with another environment."""
+    world.sites["c"] = Site(environ=environ, room="other")
+    return Stage(world, size=1)
+
+
+def test_a_host_without_the_interface_that_it_is_to_use(make_world: Maker) -> None:
+    stage = unlike(make_world(cell=CELL, hooks={}, late_after=2.0), {VARIABLE: "nosuch0"})
+    refused(stage, stage.publish(), stage.engines[1][0].id, f"{VARIABLE}=nosuch0", "it has lo (127.0.0.1)")
+
+
+@pytest.mark.long
+def test_a_host_with_another_gloo(make_world: Maker, tmp_path: Path) -> None:
+    """Unlike configurations never meet."""
+    folder = tmp_path / "inject"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(OTHER_TORCH)
+    stage = unlike(make_world(cell=CELL, hooks={}, late_after=2.0), {"PYTHONPATH": str(folder)})
+    refused(stage, stage.publish(), f"{stage.engines[1][0].id} (gloo torch=99.1)", "unlike")
+
+
+# In nurseries only.
+OTHER_TORCH = """
+import sys
+if "elastic_reshard.mover" in sys.orig_argv:
+    import torch
+    torch.__version__ = "99.1.0"
+"""
+
+
+@pytest.mark.long
+def test_loopback_between_machines(networks: Networks, make_world: Maker) -> None:
+    """B50: sides are several machines to a mover (each has a loopback of its own). One that would be reached by loopback is
+    refused, with the variable and what it could be set to."""
+    world = make_world(start=False, cell=CELL, hooks={}, late_after=2.0, **QUICK)
+    world.address, world.network = HUB, networks.file()
+    world.sites["a"] = world.sites["b"] = Site(environ=networks.environ(), network=networks.file("left"))
+    world.sites["c"] = Site(environ={VARIABLE: "lo"}, network=networks.file("right"))
+    world.start_supervisor()
+    stage = Stage(world, size=1)
+    refused(stage, stage.publish(), "several machines", "lo (127.0.0.1)", f"{DATA} (198.19.0.11)", VARIABLE)

@@ -45,19 +45,12 @@ def test_a_short_soak_finds_nothing(short: Path, tmp_path: Path) -> None:
     assert "nothing was violated" in (tmp_path / "soak.html").read_text()
 
 
-SEEN = {
-    "term": {"a supervisor of an older term lives on"},
-    "zombie": {"wrong bytes were served"},
-    "leak": {"movers are leaked"},
-}
-
-
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("plant", sorted(plants.PLANTS))
 def test_a_planted_bug_is_seen(short: Path, plant: str) -> None:
     told = play(short, seed=1, seconds=150.0, plant=plant)
-    assert {f["what"] for f in told["violations"]} & SEEN[plant], told["violations"]
+    assert plants.SEEN[plant] in {f["what"] for f in told["violations"]}, told["violations"]
 
 
 # -- the observer by itself, on lines that nobody wrote

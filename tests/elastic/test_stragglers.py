@@ -7,7 +7,9 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -17,13 +19,13 @@ from tests.elastic.world import World
 Maker = Callable[..., World]
 # 64 MiB for each engine, in more rounds than a mover at a tenth of its speed does in time.
 HEAVY = {f"w{i}": ((2048, 1024), "float32", 0) for i in range(8)}
-STILL, RUNS = 0.27, 0.03  # seconds: one part in ten, and a pause that is nobody's death
-LATE = 1.5
+RUNS = 0.02  # seconds at a time, if nobody else wants the cores
+SILENT = 4.0  # a longer pause is taken for death: `mover_silent`
 
 
 @contextlib.contextmanager
 def slowed(pids: Sequence[int]) -> Iterator[None]:
-    """Processes run for a tenth of the time."""
+    """Processes run for a tenth of the time: they stand still nine times as long as they were seen running."""
     over = threading.Event()
 
     def tell(what: signal.Signals) -> None:
@@ -32,9 +34,11 @@ def slowed(pids: Sequence[int]) -> Iterator[None]:
                 os.kill(pid, what)
 
     def turns() -> None:
-        while not over.wait(RUNS):
+        while not over.is_set():
+            began = time.monotonic()
+            over.wait(RUNS)
             tell(signal.SIGSTOP)
-            over.wait(STILL)
+            over.wait(min(9 * (time.monotonic() - began), SILENT / 2))
             tell(signal.SIGCONT)
 
     thread = threading.Thread(target=turns)
@@ -48,9 +52,15 @@ def slowed(pids: Sequence[int]) -> Iterator[None]:
 
 @pytest.fixture
 def stage(make_world: Maker) -> Stage:
-    """Trainers on host a, engines on b and c, that have refitted once; a version waits for nobody for long."""
-    stage = Stage(make_world(cell=4 * CELL, hooks={}, late_after=LATE), shapes=HEAVY, size=1)
-    stage.refit()
+    """Trainers on host a, engines on b and c, that have refitted; a version waits for nobody for more than twice as long as it
+    takes here."""
+    limits = {"mover_silent": SILENT, "stall": 2 * SILENT, "watchdog_silent": SILENT}
+    stage = Stage(make_world(cell=CELL, hooks={}, **limits), shapes=HEAVY, size=1)
+    for _ in range(3):
+        stage.refit()
+    with stage.world.client() as client:
+        took = min(e.fields["seconds"] for e in stage.world.events("transfer.over") if e.fields["whole"])
+        client.set_policies(replace(client.policies(), late_after=2 * took))
     return stage
 
 
