@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_reshard.protocol.deadlines import Deadlines, Policies
+from tests.elastic.netns import Networks, missing
 from tests.elastic.world import Settings, World
 
 
@@ -37,3 +38,13 @@ def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
 def world(make_world: Callable[..., World]) -> World:
     """A world with a supervisor that runs, with the usual deadlines."""
     return make_world()
+
+
+@pytest.fixture
+def networks() -> Iterator[Networks]:
+    """Two sides in networks of their own, "left" and "right". Ask for it before `make_world`: worlds end first."""
+    lacking = missing()
+    if lacking:
+        pytest.skip(lacking)
+    with Networks(["left", "right"]) as networks:
+        yield networks

@@ -37,11 +37,11 @@ def missing() -> str:
     if shutil.which("ip") is None:
         return "`ip` of iproute2 is not installed"
     name = f"er-{os.getpid()}-try"
-    tried = _try("netns", "add", name)
+    tried = _try("ip", "netns", "add", name)
     if tried:
         return f"network namespaces can't be made: {tried}"
-    made = _try("-n", name, "link", "add", "bridge", "type", "bridge") or _try(
-        "-n", name, "link", "add", "one", "type", "veth", "peer", "name", "other"
+    made = _try("ip", "-n", name, "link", "add", "bridge", "type", "bridge") or _try(
+        "ip", "-n", name, "link", "add", "one", "type", "veth", "peer", "name", "other"
     )
     _ip("netns", "del", name)
     return made and f"veth pairs and bridges can't be made: {made}"
@@ -58,13 +58,17 @@ def enter(network: str) -> None:
 
 
 def _try(*what: str) -> str:
-    done = subprocess.run(["ip", *what], capture_output=True, text=True, check=False)
-    return done.stderr.strip() or f"ip ended with {done.returncode}" if done.returncode else ""
+    done = subprocess.run(what, capture_output=True, text=True, check=False)
+    return done.stderr.strip() or f"it ended with {done.returncode}" if done.returncode else ""
+
+
+def _run(*what: str) -> None:
+    wrong = _try(*what)
+    assert not wrong, f"{' '.join(what)}: {wrong}"
 
 
 def _ip(*what: str) -> None:
-    wrong = _try(*what)
-    assert not wrong, f"ip {' '.join(what)}: {wrong}"
+    _run("ip", *what)
 
 
 class Networks:
@@ -90,6 +94,16 @@ class Networks:
     def heal(self, site: str, link: str) -> None:
         """It is as before."""
         _ip("-n", self._name("hub"), "link", "set", self._port(site, link), "up")
+
+    def limit(self, site: str, link: str, rate: str) -> None:
+        """What goes to the site gets through at this rate ("64mbit")."""
+        device = self._port(site, link)
+        _run("tc", "-n", self._name("hub"), "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", "64kb",
+             "latency", "200ms")  # fmt: skip
+
+    def unlimit(self, site: str, link: str) -> None:
+        """It is as before."""
+        _run("tc", "-n", self._name("hub"), "qdisc", "del", "dev", self._port(site, link), "root")
 
     def __enter__(self) -> Self:
         # It is kept for all tests, and so must not be born in here.

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.elastic import rank as on
-from tests.elastic.stage import BIG, CELL, Stage, everything_of, freeze, vanish, wake
-from tests.elastic.world import Site, World
+from tests.elastic.stage import CELL, Stage, everything_of, freeze, vanish, wake
+from tests.elastic.world import World
 
 Maker = Callable[..., World]
 QUICK = {"beat": 0.4, "evict": 2.0, "reregister": 2.0}  # a host that is silent is given up soon

@@ -7,7 +7,7 @@ No version is ever mixed; who is cut off goes on serving; nothing hangs beyond i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,23 +16,13 @@ from elastic_reshard.communicator.interfaces import VARIABLE
 from elastic_reshard.protocol.processes import started
 from elastic_reshard.protocol.view import Told
 from tests.elastic import rank as on
-from tests.elastic.netns import CONTROL, DATA, HUB, Networks, missing
+from tests.elastic.netns import CONTROL, DATA, HUB, Networks
 from tests.elastic.stage import CELL, Stage
 from tests.elastic.world import Gang, Site, World
 
 Maker = Callable[..., World]
 QUICK = {"beat": 0.4, "evict": 2.5, "reregister": 2.5, "stall": 3.0, "form": 5.0}
 SIDES = {"left": ("a", "b"), "right": ("c", "d")}
-
-
-@pytest.fixture
-def networks() -> Iterator[Networks]:
-    """Two sides and a hub."""
-    lacking = missing()
-    if lacking:
-        pytest.skip(lacking)
-    with Networks(list(SIDES)) as networks:
-        yield networks
 
 
 @pytest.fixture
