@@ -87,8 +87,8 @@ def _over(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> bo
         said = reports.get(member)
         if said is not None and said.state in ("out", "ended"):
             continue
-        if said is None and not transfer.doc.values:
-            continue  # it never had the values to meet the others with
+        if (said is None or said.state == "starting") and not transfer.doc.values:
+            continue  # it never had the values to meet the others with; a plan that is being made is no operation
         if member not in _unreachable(draft, transfer) and not _never_came(draft, transfer, member, said):
             return False
     return True

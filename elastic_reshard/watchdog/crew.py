@@ -298,7 +298,11 @@ class Crew:
         if not lost:
             hand.broken = None
         elif hand.broken is None:
-            hand.broken = self._patience(self.deadlines.abort, now)
+            # A plan that is being made can't be broken off, and hinders nobody.
+            planning = (
+                hand.told is not None and not hand.told.values and (hand.said is None or hand.said.state == "starting")
+            )
+            hand.broken = self._patience(self.deadlines.form if planning else self.deadlines.abort, now)
         if hand.attached and hand.transfer and (hand.stale or doc != hand.told):
             hand.told, hand.stale = doc, False
             yield Order(hand.mover, doc)

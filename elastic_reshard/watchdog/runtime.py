@@ -77,7 +77,7 @@ class Paths:
 
     @classmethod
     def of_nursery(cls, job: str, runtime: Path | None = None) -> Paths:
-        """Those of the nursery that all hosts of one job on one machine share: with one network, for movers are born into it."""
+        """Those of the nursery that all hosts of one job on one machine share, in one network: movers are born into it."""
         return cls.of(job, f"~nursery-{os.stat('/proc/self/ns/net').st_ino}", runtime)
 
     def _file(self, end: str) -> Path:

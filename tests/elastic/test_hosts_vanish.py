@@ -14,7 +14,7 @@ import pytest
 
 from tests.elastic import rank as on
 from tests.elastic.actors import Actor
-from tests.elastic.stage import BIG, SETTINGS, Stage, everything_of, freeze, kill, nursery, vanish, wake
+from tests.elastic.stage import BIG, SETTINGS, SIZE, Stage, everything_of, freeze, kill, nursery, vanish, wake
 from tests.elastic.world import Gang, World, until
 
 Maker = Callable[..., World]
@@ -131,7 +131,7 @@ def watchdog_goes(stage: Stage, host: str, how: signal.Signals) -> None:
     hold.release()
     stage.serves(label)
     stage.whole(label)
-    assert stage.network(label) == stage.network("s1")
+    assert stage.network(label) == 2 * SIZE, "each host's share, once"
     stage.smooth()
     assert world.movers() == movers, "the same movers all the time"
     assert world.view().membership_epoch == epoch
@@ -183,7 +183,7 @@ def test_an_engines_host_vanishes_and_comes_back(make_world: Maker) -> None:
     vanish(world, "b")
     hold.release()
     stage.serves(label, second)
-    stage.rebuilt(label, *first)
+    stage.rebuilt(label)
     assert {line.split(":")[0] for line in world.evicted()} == lost
     assert world.view().membership_epoch <= epoch + 2, "its movers, and its members once they are given up"
     stage.replace(first)
@@ -220,7 +220,8 @@ def test_one_of_the_sources_hosts_vanishes(make_world: Maker) -> None:
     vanish(stage.world, "a")
     hold.release()
     stage.serves(label)
-    stage.rebuilt(label, victim)
+    stage.rebuilt(label)
+    assert [line.split(":")[0] for line in stage.world.evicted()] == [victim.id]
     stage.replace(stage.trainer, 0)
     stage.smooth()
 
@@ -237,7 +238,7 @@ def test_a_host_that_was_frozen_and_wakes(make_world: Maker) -> None:
         freeze(pid)
     hold.release()
     stage.serves(label, second)
-    stage.rebuilt(label, *first)
+    stage.rebuilt(label)
     label = stage.publish()
     stage.serves(label, second)
     for pid in zombies:

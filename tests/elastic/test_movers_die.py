@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.elastic.actors import Actor
-from tests.elastic.stage import SETTINGS, Stage, freeze, gone, kill, wake
+from tests.elastic.stage import SETTINGS, SIZE, Stage, freeze, gone, kill, wake
 from tests.elastic.world import World
 
 Maker = Callable[..., World]
@@ -41,13 +41,13 @@ class Before:
 
 
 def killed_in_the_middle(stage: Stage, *victims: Actor) -> None:
-    """The movers of these are killed when half has landed."""
+    """The movers of these are killed when a part has landed."""
     before = Before(stage)
     label, hold = stage.middle()
     kill(*(stage.world.mover(victim.id) for victim in victims))
     hold.release()
     before.one_rebuild(label, *victims)
-    assert stage.network(label) <= 1.2 * stage.network("s1"), "what had landed is not moved again"
+    assert stage.network(label) <= 2 * SIZE, "what had landed is not moved again"
 
 
 def killed_at(stage: Stage, phase: str, victim: Actor) -> None:

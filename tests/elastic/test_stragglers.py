@@ -20,6 +20,7 @@ from tests.elastic.world import Site, World
 Maker = Callable[..., World]
 # 128 MiB for each engine: a tenth of a second of a mover's own work, the rest is waiting for others.
 HEAVY = {f"w{i}": ((2048, 2048), "float32", 0) for i in range(8)}
+LARGE = 1 << 18  # cells, of which a plan is quickly made
 PART = 40  # of the time that processes run: their work takes seconds
 RUNS = 0.02  # seconds at a time, if nobody else wants the cores
 SILENT = 4.0  # a longer pause is taken for death: `mover_silent`
@@ -58,7 +59,7 @@ LIMITS = {"mover_silent": SILENT, "stall": 2 * SILENT, "watchdog_silent": SILENT
 @pytest.fixture
 def stage(make_world: Maker) -> Stage:
     """Trainers on host a, engines on b and c, that have refitted; a version waits for nobody for much longer than it takes."""
-    return impatient(Stage(make_world(cell=CELL, hooks={}, **LIMITS), shapes=HEAVY, size=1))
+    return impatient(Stage(make_world(cell=LARGE, hooks={}, **LIMITS), shapes=HEAVY, size=1))
 
 
 def impatient(stage: Stage) -> Stage:

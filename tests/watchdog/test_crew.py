@@ -40,7 +40,7 @@ from elastic_reshard.watchdog.crew import (
 
 M, N, FAR = "m@" + "1" * 16, "n@" + "2" * 16, "far@" + "3" * 16
 A, B, S = "a" * 32, "b" * 32, "c" * 32
-D = Deadlines()
+D = Deadlines(abort=1.0)
 PERIOD = D.mover_beat / 2
 
 
@@ -212,6 +212,18 @@ def test_who_is_not_out_of_a_broken_epoch_in_time_is_condemned(gone: bool) -> No
     assert "not out of all operations of transfer p1.1:1.1" in found.why
     assert alive(made, 11.2, 20.0) == [], "once"
     assert made.decide(broken, 20.0) == []
+
+
+def test_who_still_plans_is_given_its_time() -> None:
+    """A plan can't be broken off; until the values are told it hinders nobody."""
+    made = attached()
+    say(made, "starting")
+    broken = scene(doc(state=TransferState.BREAKING))
+    made.decide(scene(doc()), 0.0)
+    made.decide(broken, 10.0)
+    assert alive(made, 10.0, 19.5) == []
+    [found] = alive(made, 19.5, 20.6)
+    assert isinstance(found, Condemn)
 
 
 def test_who_is_out_in_time_is_not() -> None:
