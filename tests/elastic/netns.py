@@ -71,6 +71,15 @@ def _ip(*what: str) -> None:
     _run("ip", *what)
 
 
+def _clear_dead() -> None:
+    """Remove namespaces of test runs that were killed."""
+    for name in os.listdir("/run/netns") if os.path.isdir("/run/netns") else ():
+        kind, _, rest = name.partition("-")
+        pid = rest.partition("-")[0]
+        if kind == "er" and pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            _ip("netns", "del", name)
+
+
 class Networks:
     """Namespaces by the names of the sites. Use it as a context manager, in the main thread."""
 
@@ -108,6 +117,7 @@ class Networks:
     def __enter__(self) -> Self:
         # It is kept for all tests, and so must not be born in here.
         forkserver.ensure_running()
+        _clear_dead()
         self._home = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
         try:
             self._build()

@@ -131,6 +131,7 @@ def test_when_the_first_holder_dies_while_it_is_caught_up(stage: Stage) -> None:
         engine.holds("s1")
 
 
+@pytest.mark.long
 def test_a_newer_version_while_one_is_caught_up(stage: Stage) -> None:
     """What the joiner gets is a whole version, the newest in the end; the others do not wait for its turn to be over."""
     world = stage.world
