@@ -13,8 +13,9 @@ from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.parties import landed_ranks
 from elastic_reshard.supervisor.state import Draft, Transfer
 
-__all__ = ["after_stall", "awaited_most", "mark_slow", "overtaken", "stragglers"]
+__all__ = ["after_stall", "awaited_most", "leave_out", "mark_slow", "overtaken", "stragglers"]
 
+_SECOND = 2
 _Reports = Mapping[str, MoverSaid]
 
 
@@ -69,6 +70,17 @@ def overtaken(draft: Draft, transfer: Transfer) -> set[str]:
         return set()
     _note(draft, transfer, lacking)
     return lacking
+
+
+def leave_out(draft: Draft, transfer: Transfer, members: Iterable[str]) -> None:
+    """Some refuse, or are unlike the others: the second time in a row the others go on without their groups."""
+    publication, stalls, fruitless = draft.tried
+    if publication != transfer.doc.publication or fruitless < _SECOND:
+        return
+    slow = mark_slow(draft, transfer, members)
+    if slow:
+        draft.tried = (publication, stalls, 0)
+        draft.log("group.left_behind", groups=sorted(slow), publication=publication)
 
 
 def stragglers(draft: Draft, transfer: Transfer) -> set[str]:

@@ -16,7 +16,7 @@ from elastic_reshard.protocol.docs import LandedDoc, PublicationState, TransferS
 from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.events import Abandon, Ledgered, Moved
 from elastic_reshard.supervisor.holdings import reachable
-from elastic_reshard.supervisor.lateness import after_stall, mark_slow, overtaken, stragglers
+from elastic_reshard.supervisor.lateness import after_stall, leave_out, mark_slow, overtaken, stragglers
 from elastic_reshard.supervisor.parties import compose
 from elastic_reshard.supervisor.publishing import abandon
 from elastic_reshard.supervisor.queue import next_groups
@@ -172,6 +172,7 @@ def _form(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> No
     if len(configs) > 1:
         usual = configs.most_common(1)[0][0]
         unlike = [f"{m} ({s.config})" for m, s in reports.items() if s.config != usual]
+        leave_out(draft, transfer, [m for m, s in reports.items() if s.config != usual])
         reason = f"communicators of unlike configuration: {', '.join(unlike)}, the others {usual}"
         draft.epoch_ended = draft.durable = True
         _change(draft, transfer, TransferState.BREAKING, reason)
@@ -298,8 +299,9 @@ def _count_fruitless(draft: Draft, transfer: Transfer, reports: dict[str, MoverS
         and said.bits != doc.basis.get(part.member, "")
         for part in doc.landings
     )
-    fruitless = 0 if grown else fruitless + 1
-    draft.tried = (doc.publication, stalls, fruitless)
+    draft.tried = (doc.publication, stalls, 0 if grown else fruitless + 1)
+    leave_out(draft, transfer, [m for m, s in reports.items() if s.outcome == "refused" and s.error != "ShardLost"])
+    fruitless = draft.tried[2]
     lost = [s.reason for s in reports.values() if s.outcome == "refused" and s.error == "ShardLost"]
     if lost:
         until = draft.now + draft.deadlines.orphan_hold
