@@ -155,6 +155,7 @@ def test_the_whole_demo_takes_less_than_two_minutes(place: Path, options: tuple[
         pytest.param(signal.SIGTERM, r"version 2 \(step-2\) installed by 2 engines", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_a_demo_that_is_broken_off_leaves_nothing_behind(place: Path, number: signal.Signals, moment: str) -> None:
     """On a terminal, in the first transfer or later."""
     ours, theirs = pty.openpty()

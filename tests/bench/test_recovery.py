@@ -120,6 +120,7 @@ def _living(folder: Path) -> list[tuple[int, int, str]]:
     return list(census.started_with(f"{VARIABLE}={folder}"))
 
 
+@pytest.mark.long
 def test_a_wrong_byte_is_seen_and_an_error_on_stage_leaves_nothing() -> None:
     made = Stage()
     with pytest.raises(ReshardError, match="ZeroDivisionError"):  # noqa: PT012, SIM117 - what is on stage sees its end
@@ -141,6 +142,7 @@ def divide(_: on.State) -> float:
     return 1 / 0
 
 
+@pytest.mark.long
 def test_who_does_not_go_by_itself_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_GOODBYE", 0.5)
     with Stage() as made:

@@ -81,6 +81,7 @@ def test_whoever_it_is(stage: Stage, dies: Callable[[Stage, Gang, int], None]) -
     stage.smooth()
 
 
+@pytest.mark.long
 def test_all_engines_but_one(make_world: Maker) -> None:
     """Members and movers of two of three engines, at once, in one rebuild; they come back and are caught up by the third."""
     stage = Stage(make_world(**SETTINGS), engines=[["b"], ["c"], ["d"]])
@@ -226,6 +227,7 @@ def test_one_of_the_sources_hosts_vanishes(make_world: Maker) -> None:
     stage.smooth()
 
 
+@pytest.mark.long
 def test_a_host_that_was_frozen_and_wakes(make_world: Maker) -> None:
     """B16: all its processes stand still until the others have gone on without it; then all wake at once, movers in the
     middle of a transfer that is over. Nothing that they write counts; its members start anew, and get what is served."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import os
 import threading
 import time
@@ -61,6 +63,7 @@ def _publish_and_watch(state: on.State, seconds: float) -> tuple[list[float], in
     return took, len(heard)
 
 
+@pytest.mark.long
 def test_b46_watching_does_not_stall_publishing(make_world: Callable[..., World]) -> None:
     world = make_world(min_groups=0)
     trainer = world.trainer(size=1).join()

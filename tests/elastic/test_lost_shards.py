@@ -48,6 +48,7 @@ def test_a_shard_that_comes_back_in_time(make_world: Maker) -> None:
     stage.refit()
 
 
+@pytest.mark.long
 def test_a_shard_that_does_not_come_back(make_world: Maker) -> None:
     """Suspended for `orphan_hold`, then ShardLost, which names tensors, to whoever waits; everyone goes on serving."""
     stage = scattered(make_world, hold=3.0)
@@ -147,6 +148,7 @@ def test_killed_and_back_before_anything_more_has_landed(stage: Stage) -> None:
     stage.smooth()
 
 
+@pytest.mark.long
 def test_frozen_in_mid_transfer(make_world: Maker) -> None:
     """For longer than it lets others be silent, and a transfer stand still: nobody is given up for it, nothing breaks."""
     stage = Stage(make_world(cell=CELL, hooks={}, stall=3.0, **QUICK))

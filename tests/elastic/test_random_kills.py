@@ -18,6 +18,7 @@ def _flat(report: random_kills.Report) -> None:
         assert after["threads"] <= before["threads"], f"{name}: threads grow: {before} -> {after}"
 
 
+@pytest.mark.long
 def test_any_one_process_is_killed_at_random_moments(tmp_path: Path) -> None:
     report = random_kills.run(tmp_path, seed=20261129, kills=15)
     assert sum(report.kills.values()) == 15

@@ -39,7 +39,9 @@ T = TypeVar("T")
 class Gang(Sequence[Actor]):
     """A group's processes, by rank."""
 
-    def __init__(self, world: World, name: str, size: int, roles: tuple[str, ...], hosts: Sequence[str] = ("a",)) -> None:
+    def __init__(
+        self, world: World, name: str, size: int, roles: tuple[str, ...], hosts: Sequence[str] = ("a",)
+    ) -> None:
         self.world, self.name, self.size, self.roles = world, name, size, roles
         self.hosts = tuple(hosts[rank * len(hosts) // size] for rank in range(size))
         world.hosts |= set(self.hosts)
@@ -395,10 +397,14 @@ class World:
                 supervisor.do(on.stop_serving, True)
             if not quiet and last:
                 hold = self.settings.deadlines.orphan_hold if supervisor is None else 0.0
-                until(lambda: not any(map(self.watchdog, self.hosts)) or None, "watchdogs have gone by themselves", hold + 5.0)
+                until(
+                    lambda: not any(map(self.watchdog, self.hosts)) or None,
+                    "watchdogs have gone by themselves",
+                    hold + 5.0,
+                )
                 # Without a supervisor nobody says that the job is over: its place stays written down.
                 kept = {f"{self.job}/url", f"{self.job}/token"} if supervisor is None else set()
-                until(lambda: not set(self._files()) - kept, f"nothing but {kept} is left in the runtime folder", 3.0)
+                until(lambda: not set(self._files()) - kept, f"nothing but {kept} is left in the runtime folder", 12.0)
         finally:
             if supervisor is not None:
                 supervisor.close()

@@ -80,7 +80,9 @@ class StandIn:
 
     def _rounds(self, now: Progress, slot: _Slot, task: Task, how: list[str]) -> Progress:
         if "broken" in how:
-            return replace(now, state="out", outcome="failed", error="DigestMismatch", reason="other bytes than were sent")
+            return replace(
+                now, state="out", outcome="failed", error="DigestMismatch", reason="other bytes than were sent"
+            )
         peer = next(i for i, m in enumerate(task.transfer.members) if m != self.member)
         while True:
             if self._abort.wait(ROUND) and "deaf" not in how:

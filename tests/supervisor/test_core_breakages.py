@@ -214,6 +214,7 @@ def _mixed(monkeypatch: pytest.MonkeyPatch) -> str:
         return next((line for line in found if "told CURRENT" in line), "")
 
 
+@pytest.mark.long
 def test_slots_written_too_early_are_never_current(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not _mixed(monkeypatch)
 

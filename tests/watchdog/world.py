@@ -386,6 +386,9 @@ class World:
         return self.paths().log.read_text() if self.paths().log.exists() else ""
 
     def end(self) -> None:
+        """All leave; no transfer needs what they leave behind."""
+        if self.supervisor.transfers:
+            self.supervisor.tell(transfers=dict.fromkeys(self.supervisor.transfers))
         while self._agents:
             self._agents.pop().end()
         while self._locals:
