@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 import os
 import threading
 import time
 from collections.abc import Callable
+
+import pytest
 
 from tests.elastic import rank as on
 from tests.elastic.world import Gang, World
