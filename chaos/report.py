@@ -8,16 +8,32 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import quantiles
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from chaos.observer import Finding
-    from chaos.soak import Soak
+    from chaos.faults import Fault
+    from chaos.observer import Finding, Observer
+    from chaos.sight import Sight
+    from chaos.stage import Stage
 
-__all__ = ["made", "summary", "write"]
+__all__ = ["Told", "made", "summary", "write"]
 
 
-def made(soak: Soak) -> dict[str, Any]:
+class Told(Protocol):
+    """What a report is made of; `soak.Soak` is it. began: time.monotonic(); seconds: of faults, as asked for."""
+
+    seed: int
+    seconds: float
+    plant: str
+    began: float
+    faults: list[Fault]
+    observer: Observer
+    sight: Sight
+    stage: Stage
+    most: Any
+
+
+def made(soak: Told) -> dict[str, Any]:
     """The figures, JSON-ready. Seconds from the soak's beginning."""
     seen, faults = soak.observer, soak.faults
     carried = soak.sight.carried.values()

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from elastic_reshard.communicator.names import Name
+from elastic_reshard.communicator.store import ControlStore
 from elastic_reshard.errors import ProtocolError
 from elastic_reshard.transport.network import Evidence, Network
-
-if TYPE_CHECKING:
-    from elastic_reshard.communicator.store import ControlStore
 
 __all__ = ["Backend", "Capabilities", "Communicator", "Name", "check_configs"]
 
@@ -35,17 +34,6 @@ class Capabilities:
     can_grow: bool = False
     can_revoke: bool = False
     abort_frees_peers: bool = False
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Name:
-    """A communicator's name, given by the coordinator, never counted locally."""
-
-    epoch: int
-    transfer: str
-
-    def __str__(self) -> str:
-        return f"{self.epoch}/{self.transfer}"
 
 
 class Communicator(Protocol):

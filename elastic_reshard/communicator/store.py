@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import Store
 
-from elastic_reshard.communicator.base import Name
+from elastic_reshard.communicator.names import Name
 from elastic_reshard.errors import ProtocolError, ReshardError, TransferTimeout
 
 __all__ = ["ControlStore"]
