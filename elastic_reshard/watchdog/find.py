@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from elastic_reshard import errors
 from elastic_reshard.arena.channel import Message
 from elastic_reshard.errors import JoinRefused, MembershipError, NotAMember, PeerLost, ProtocolError, ReshardError
 from elastic_reshard.errors import Unauthorized as _Unauthorized
@@ -65,11 +64,11 @@ def refusal(payload: bytes) -> ReshardError:
     """The error that a REFUSE or a CONNECTION frame names."""
     try:
         said: dict[str, Any] = json.loads(payload)
-        kind, reason = getattr(errors, str(said["kind"]), None), str(said["reason"])
+        kind, reason = str(said["kind"]), str(said["reason"])
     except (ValueError, KeyError, TypeError):
         return ProtocolError("the watchdog refused this member in words that cannot be read")
-    known = (_Unauthorized, JoinRefused, NotAMember, MembershipError)
-    return kind(f"refused: {reason}") if kind in known else JoinRefused(f"refused: {reason}")
+    known = {error.__name__: error for error in (_Unauthorized, JoinRefused, NotAMember, MembershipError)}
+    return known.get(kind, JoinRefused)(f"refused: {reason}")
 
 
 class Finder:
