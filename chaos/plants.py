@@ -224,7 +224,16 @@ def _clinging(process: ModuleType) -> None:
         made(self, *args)
         self._deadlines = replace(self._deadlines, orphan_hold=1e9)
 
+    opened = process._Line.open
+
+    def once(self: Any) -> None:
+        # A watchdog would take a mover that comes back as its own again.
+        if not getattr(self, "_was_open", False):
+            opened(self)
+            self._was_open = self._wire is not None
+
     process._Mover.__init__ = stays
+    process._Line.open = once
     process._Line.refused = property(lambda _: "", lambda _, __: None)
 
 

@@ -38,7 +38,9 @@ def _reports_before_it_pulls(_: on.State) -> None:
 def _drops_what_the_dead_left(_: on.State) -> None:
     from elastic_reshard.supervisor import publishing
 
-    publishing._readable = lambda draft, member: not draft.members[member].gone
+    publishing.nobody_has = lambda draft, doc: (  # type: ignore[assignment]
+        "it is gone" if any(draft.members[s.member].gone for s in doc.sources if s.member in draft.members) else ""
+    )
 
 
 def _writes_no_journal(_: on.State) -> None:
