@@ -141,7 +141,7 @@ def test_movers_and_trainers_are_lost_engines_come_and_go_and_every_bit_is_right
 
 @pytest.mark.long
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("options", [(), ("--seed", "1"), ("--seed", "2", "--model", "Qwen3-30B-A3B", "--mib", "64")])
+@pytest.mark.parametrize("options", [(), ("--seed", "2", "--model", "Qwen3-30B-A3B", "--mib", "64")])
 def test_the_whole_demo_takes_less_than_two_minutes(place: Path, options: tuple[str, ...]) -> None:
     told = played(place, *options)
     assert len(told["refits"]) >= 30

@@ -6,7 +6,7 @@ import pytest
 
 from tests.supervisor.sim.run import play, play_many
 
-LONG = 6_000
+LONG = 3_000
 
 
 @pytest.mark.timeout(600)
