@@ -142,6 +142,10 @@ def _run(me: Rank, group: bool, fn: Callable[..., Any], args: tuple[Any, ...]) -
         world_size=me.size,
         timeout=timedelta(seconds=me.timeout),
     )
+    # gloo's mesh is formed when this end is: a rank that is done at once would break another's forming by its end.
+    formed = dist.PrefixStore("formed", me.store())
+    formed.set(str(me.rank), "")
+    formed.wait([str(rank) for rank in range(me.size)], timedelta(seconds=me.timeout))
     result = fn(me, *args)
     dist.destroy_process_group()
     return result

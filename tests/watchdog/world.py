@@ -330,7 +330,9 @@ class Agent:
 
     def end(self) -> None:
         """Leave in good order if it still can."""
-        if self.member and self.process.poll() is None:
+        frozen = Path(f"/proc/{self.process.pid}/stat")
+        asleep = frozen.exists() and frozen.read_text().rpartition(")")[2].split()[0] == "T"
+        if self.member and self.process.poll() is None and not asleep:
             self.ask("leave")
         self.process.kill()
         with self.process:
