@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,13 +40,6 @@ JobName = Annotated[str | None, typer.Option("--job", help="Which job, if this m
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Within = Annotated[float, typer.Option(min=0, max=86_400, help="Seconds that they have; then they are left out.")]
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Return when the supervisor has taken it in.")]
-
-
-class Verify(StrEnum):
-    """How landed cells are checked."""
-
-    SAMPLED = "sampled"
-    FULL = "full"
 
 
 def add_to(app: typer.Typer) -> None:
@@ -85,9 +77,9 @@ def supervisor(
     cell_bytes: Annotated[
         int, typer.Option(min=16, max=1 << 30, help="Of what moves between hosts at once; the same at every start.")
     ] = 1 << 20,
-    verify: Annotated[
-        Verify, typer.Option(help="Digests of samples, or of every byte between hosts.")
-    ] = Verify.SAMPLED,
+    full: Annotated[
+        bool, typer.Option("--verify-full", help="Digests of every byte between hosts, not of samples.")
+    ] = False,
     json_: Json = False,
 ) -> None:
     """Run the supervisor of a job until SIGTERM or SIGINT. Started again with the same journal, it goes on."""
@@ -105,7 +97,7 @@ def supervisor(
     )
     options = Options(
         job=job, host=host, port=port, journal=journal or job_folder(job) / "journal.sqlite", token=_token(token_file),
-        policies=policies, recover_from=recover_from_members, cell=cell_bytes, verify=verify.value,
+        policies=policies, recover_from=recover_from_members, cell=cell_bytes, verify="full" if full else "sampled",
     )  # fmt: skip
     asked = threading.Event()
     _on_signals(asked)

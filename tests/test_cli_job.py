@@ -122,7 +122,7 @@ def test_status_and_leave_for_a_person_and_for_a_program(shell: Shell) -> None:
 
 
 def test_the_membership_is_changed_by_commands(shell: Shell) -> None:
-    running = shell.supervisor("--cell-bytes", "4096", "--verify", "full")
+    running = shell.supervisor("--cell-bytes", "4096", "--verify-full")
     more: dict[str, Any] = {"roles": {"destination"}, "source": None, "destination": key(), "host": "a"}
     engine = statement(0, 1, group="engine", size=1, **more)
     with admitted(running) as host, host.beating():
