@@ -225,6 +225,7 @@ def test_too_few_versions_for_all_the_faults_are_refused() -> None:
 # -- the bare one
 
 
+@pytest.mark.long
 def test_the_bare_demo_refits_versions_by_both_methods(place: Path) -> None:
     done = demo(place, "--bare", "--model", "tiny", "--versions", "2", "--json")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -43,6 +43,7 @@ def right(row: Row) -> bool:
     return row.right
 
 
+@pytest.mark.long
 def test_what_is_measured_is_right_in_bytes_and_outcomes() -> None:
     """A refit beside its bare parts, a killed mover, a killed supervisor, a joiner."""
     with Stage() as made:

@@ -121,6 +121,7 @@ def test_drain_of_the_trainers_host(make_world: Maker) -> None:
     nothing_broke(stage)
 
 
+@pytest.mark.long
 def test_grow_by_two_groups_and_shrink_by_them(make_world: Maker) -> None:
     """Who comes first waits for the other: both come in by one change. Then both are asked to leave, by one request. Each in
     the middle of a transfer, which goes on."""

@@ -94,6 +94,7 @@ def test_one_of_whose_ranks_one_dies_while_it_is_caught_up(stage: Stage, rank: i
     stage.serves(stage.publish(), *stage.engines, late)
 
 
+@pytest.mark.long
 def test_when_nobody_is_left_who_published_it(stage: Stage) -> None:
     """Served by its peers."""
     world = stage.world

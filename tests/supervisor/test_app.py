@@ -176,7 +176,11 @@ def test_huge_frames_and_silence_end_that_connection_alone(start: Start) -> None
     supervisor = start(deadlines=QUICK)
     headers = {"Authorization": f"Bearer {supervisor.token}"}
     address = supervisor.url.replace("http", "ws") + "/v1/host"
-    with Host(supervisor) as good, connect(address, additional_headers=headers) as silent:
+    with (
+        Host(supervisor) as good,
+        good.beating(),
+        connect(address, additional_headers=headers) as silent,
+    ):
         with Host(supervisor, "b") as host:
             host.listen(lambda: host.view.term == 1)
             with suppress(ConnectionClosed):  # while it is sent, or after
