@@ -36,6 +36,7 @@ __all__ = ["add_to"]
 _out, _err = Console(width=None if sys.stdout.isatty() else 200), Console(stderr=True)
 
 Url = Annotated[str | None, typer.Option("--url", help="The supervisor; else $ELASTIC_RESHARD_URL or this machine's.")]
+_POLL = 2.0  # seconds of one long poll
 JobName = Annotated[str | None, typer.Option("--job", help="Which job, if this machine has several.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Within = Annotated[float, typer.Option(min=0, max=86_400, help="Seconds that they have; then they are left out.")]
@@ -164,7 +165,7 @@ def watch(
     """Show a job as it changes, until interrupted; with --json one line for each change: the documents that changed."""
     until = None if seconds is None else time.monotonic() + seconds
     with suppress(KeyboardInterrupt), _client(url, job) as client:
-        views = _views(client, until)
+        views = _views(client, until, _interrupted())
         if json_:
             before: dict[str, Any] = {}
             for found in views:
@@ -182,12 +183,24 @@ def watch(
                     live.update(last, refresh=True)
 
 
-def _views(client: SupervisorClient, until: float | None) -> Iterator[Told | str]:
+def _interrupted() -> threading.Event:
+    """Set by SIGINT, which interrupts as before: Python drops an exception that meets a finalizer, but not what is set."""
+    found = threading.Event()
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        found.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    return found
+
+
+def _views(client: SupervisorClient, until: float | None, over: threading.Event) -> Iterator[Told | str]:
     """Every view that is new, and once each time that nobody answers, why."""
     seen, away, known = (0, 0), False, 0
-    while (left := 10.0 if until is None else until - time.monotonic()) > 0:
+    while not over.is_set() and (left := _POLL if until is None else until - time.monotonic()) > 0:
         try:
-            view = client.view(after=known, wait=min(left, 10.0))
+            view = client.view(after=known, wait=min(left, _POLL))
         except SupervisorUnreachable as error:
             if not away:
                 yield str(error)

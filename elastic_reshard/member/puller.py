@@ -28,7 +28,7 @@ from elastic_reshard.member.landed import Landed, landing_slice
 from elastic_reshard.member.tensors import Look, MemberTensors, Tensors, unowned
 from elastic_reshard.plan import Destination, Plan, PlanOptions, Slice, Source, TensorRef, Topology
 from elastic_reshard.transport.program import StagingPlan, bind
-from elastic_reshard.transport.views import Key, PeerViews, Views
+from elastic_reshard.transport.views import PeerViews, SlotViews, Views
 
 __all__ = ["Install", "Origin", "Prepared", "Puller", "Request"]
 
@@ -62,31 +62,6 @@ class Request:
     origins: Mapping[int, Origin]
     correspondences: tuple[Correspondence, ...] | None = None
     landed: tuple[Landed, ...] = ()
-
-
-class _Slot(PeerViews):
-    """A slot of one rank of a layout, as the program's table of a peer's buffers."""
-
-    def __init__(self, who: str, rank: int, at: Origin | Landed, layout: ModelLayout) -> None:
-        self.who, self.member, self._layout = who, rank, layout
-        self._reader, self._slot = at.reader, at.slot
-
-    def array(self, key: Key) -> npt.NDArray[Any]:
-        reader, slot, name = self._reader, self._slot, key[2]
-        found, layout = reader.array(slot, name), self._layout[name]
-        if found.shape != layout.local_shape(self.member) or reader.dtype(slot, name) != layout.dtype:
-            raise ArenaError(
-                f"slot {slot} of arena {reader.arena_id} holds {name} as {reader.dtype(slot, name)}{list(found.shape)}, "
-                f"but {self.who} rank {self.member} said {layout.dtype}{list(layout.local_shape(self.member) or ())}; "
-                "nothing was read. Publish again"
-            )
-        return found
-
-    def dtype(self, key: Key) -> torch.dtype:
-        return torch_dtype(self._reader.dtype(self._slot, key[2]))
-
-    def tensor(self, key: Key) -> torch.Tensor:
-        return self._reader.tensor(self._slot, key[2])
 
 
 @dataclass(eq=False)
@@ -302,13 +277,13 @@ class Puller:
 
     def _bind(self, piece: _Piece, request: Request, look: Look | None) -> _Bound:
         peers: dict[int, PeerViews] = {
-            rank: _Slot("source", rank, origin, request.source)
+            rank: SlotViews("the source", rank, origin.reader, origin.slot, request.source)
             for rank, origin in request.origins.items()
             if rank < piece.sources
         }
         for member, number in piece.landed.items():
             slot = request.landed[number]
-            peers[member] = _Slot("destination", slot.rank, slot, request.destination)
+            peers[member] = SlotViews("the destination", slot.rank, slot.reader, slot.slot, request.destination)
         if look is not None:
             local = look.local()
             _refuse_unlike(request.destination, local, self._rank)

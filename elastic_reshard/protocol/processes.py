@@ -11,7 +11,7 @@ import signal
 import time
 from pathlib import Path
 
-__all__ = ["Lock", "condemn", "end_process", "started"]
+__all__ = ["Lock", "condemn", "end_process", "leave", "started"]
 
 
 class Lock:
@@ -100,3 +100,18 @@ def condemn(pidfd: int, within: float) -> bool:
         if time.monotonic() >= deadline:
             return False
     return True
+
+
+def leave(log: str) -> None:
+    """A session of its own, whose leader goes at once; the starter's descriptors are gone, output goes to the log."""
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    os.chdir("/")
+    os.umask(0o077)
+    null = os.open(os.devnull, os.O_RDWR)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for fd, target in ((null, 0), (out, 1), (out, 2)):
+        os.dup2(fd, target)
+    os.close(null)
+    os.close(out)

@@ -5,29 +5,15 @@ starter, is nobody's child, and works when the starter is a daemonic worker. The
 """
 
 import json
-import os
 import sys
 
-
-def _leave(log: str) -> None:
-    """A session of its own, whose leader goes at once; the starter's descriptors are gone, output goes to the log."""
-    os.setsid()
-    if os.fork():
-        os._exit(0)
-    os.chdir("/")
-    os.umask(0o077)
-    null = os.open(os.devnull, os.O_RDWR)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for fd, target in ((null, 0), (out, 1), (out, 2)):
-        os.dup2(fd, target)
-    os.close(null)
-    os.close(out)
+from elastic_reshard.protocol.processes import leave
 
 
 def main() -> None:
     """Read the settings, leave, run until there is nothing to guard."""
     settings = json.loads(sys.stdin.buffer.read())
-    _leave(settings["log"])
+    leave(settings["log"])
     from elastic_reshard.watchdog.service import run
 
     run(settings)

@@ -404,7 +404,12 @@ class World:
                 )
                 # Without a supervisor nobody says that the job is over: its place stays written down.
                 kept = {f"{self.job}/url", f"{self.job}/token"} if supervisor is None else set()
-                until(lambda: not set(self._files()) - kept, f"nothing but {kept} is left in the runtime folder", 12.0)
+                until(
+                    lambda: not {f for f in self._files() if "~nursery" not in f} - kept,
+                    f"nothing but {kept} is left in the runtime folder",
+                    3.0,
+                )
+                until(lambda: not set(self._files()) - kept, "the nursery, which lingers for 10 s, has gone", 12.0)
         finally:
             if supervisor is not None:
                 supervisor.close()

@@ -110,7 +110,7 @@ def test_a_member_frozen_meanwhile_is_not_taken_for_dead_until_it_is(here: World
     one = here.local("one").open()
     agent = here.agent(hooks={"link.replacing": "stop"}).attached()
     before = here.kill()
-    replaced(one.link, before.watchdog, 10.0)
+    replaced(one.link, before.watchdog, 3.5)
     until(lambda: len(here.supervisor.hellos()) == 2)
     number = one.state()
     until(lambda: here.supervisor.latest(one.member) == number)
