@@ -16,7 +16,7 @@ _failed = pytest.StashKey[bool]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--histories", type=int, default=300, help="how many simulated histories (tests/supervisor/sim)")
+    parser.addoption("--histories", type=int, default=150, help="how many simulated histories (tests/supervisor/sim)")
     parser.addoption("--seed", type=int, default=None, help="play this one simulated history only")
 
 

@@ -134,6 +134,7 @@ def look_at_faults(told: dict[str, Any]) -> None:
     assert faults["trainers killed"]["resent"] == 0
 
 
+@pytest.mark.long
 def test_movers_and_trainers_are_lost_engines_come_and_go_and_every_bit_is_right(place: Path) -> None:
     told = played(place, "--versions", "8", "--mib", "24", "--seed", "5")
     assert len({f["whom"].partition("-")[0] for f in told["faults"]}) == 2  # a sending mover and a receiving one

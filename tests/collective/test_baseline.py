@@ -332,7 +332,7 @@ def after_a_death(me: Rank, victim: int, options: BaselineOptions) -> tuple[str,
 
 
 @pytest.mark.parametrize("options", OPTIONS[::5], ids=str)
-@pytest.mark.parametrize("victim", [0, 5])
+@pytest.mark.parametrize("victim", [0, pytest.param(5, marks=pytest.mark.long)])
 def test_a_dead_rank_ends_the_call_with_an_error(victim: int, options: BaselineOptions) -> None:
     results = run_ranks(after_a_death, 6, victim, options, group=False, lost=[victim])
     met = [r for r in results if r is not None]

@@ -59,7 +59,7 @@ def refit_all(me: Rank, topology: str) -> dict[tuple[str, str], tuple[list[str],
 
 @pytest.mark.parametrize(
     "topology",
-    [pytest.param(t, marks=[pytest.mark.long] if t in ("isolated", "mixed") else []) for t in TOPOLOGIES],
+    [pytest.param(t, marks=[pytest.mark.long] if t != "two domains" else []) for t in TOPOLOGIES],
 )
 def test_every_byte_is_right_and_enters_a_domain_once(topology: str) -> None:
     results = run_ranks(refit_all, WORLD, topology, timeout=110, group=False)

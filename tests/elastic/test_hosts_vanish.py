@@ -99,6 +99,7 @@ def test_all_engines_but_one(make_world: Maker) -> None:
     stage.smooth()
 
 
+@pytest.mark.long
 def test_down_to_one_member_and_back_to_three(make_world: Maker) -> None:
     """One trainer's rank is left of three members; what was published is served by those who come back."""
     stage = Stage(make_world(**SETTINGS), engines=[["b"]], shapes=WHOLE, size=1)
@@ -156,6 +157,7 @@ def nursery_goes(stage: Stage) -> None:
     assert nursery(world) != old
 
 
+@pytest.mark.long
 def test_a_watchdog_and_the_nursery(stage: Stage) -> None:
     watchdog_goes(stage, "b", signal.SIGKILL)
     watchdog_goes(stage, "a", signal.SIGSTOP)
@@ -192,6 +194,7 @@ def test_an_engines_host_vanishes_and_comes_back(make_world: Maker) -> None:
     stage.smooth()
 
 
+@pytest.mark.long
 def test_what_nobody_holds_any_more_is_given_up_by_name(make_world: Maker) -> None:
     """The only host that had a shard has vanished: suspended, then ShardLost; everyone goes on serving, and what comes next
     is served."""

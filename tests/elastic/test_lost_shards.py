@@ -27,6 +27,7 @@ def scattered(make_world: Maker, hold: float) -> Stage:
 # -- shards
 
 
+@pytest.mark.long
 def test_a_shard_that_comes_back_in_time(make_world: Maker) -> None:
     """All processes of its host stand still until the others have said that nobody has it; then they go on: so does the
     transfer, from what had landed."""

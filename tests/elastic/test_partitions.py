@@ -132,6 +132,7 @@ def states(view: Told, group: str) -> set[str]:
     return {str(doc.state) for doc in view.members.values() if doc is not None and doc.group == group}
 
 
+@pytest.mark.long
 def test_data_only_healed_in_time(stage: Stage, networks: Networks) -> None:
     """The transfer stalls and is broken: when bytes come through again, the next one does the rest."""
     label, hold = stage.middle()

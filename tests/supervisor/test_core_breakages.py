@@ -192,6 +192,7 @@ def _histories() -> str:
     return next((found for seed in range(ENOUGH) if (found := play(seed))), "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BREAKAGES)
 def test_breakage_is_seen(name: str) -> None:
     with broken(*BREAKAGES[name]):

@@ -78,6 +78,7 @@ def test_a_frozen_one_that_nobody_is_attached_to_is_replaced_by_a_starter(here: 
     assert not before.alive
 
 
+@pytest.mark.long
 def test_a_member_whose_own_thread_was_late_kills_nobody(here: World) -> None:
     here.deadlines = Deadlines(watchdog_silent=1.0)
     agent = here.agent().attached()
