@@ -16,7 +16,7 @@ from typing import Protocol
 from elastic_reshard.communicator.names import Name
 from elastic_reshard.communicator.store import ControlStore
 from elastic_reshard.errors import ProtocolError
-from elastic_reshard.transport.network import Evidence, Network
+from elastic_reshard.transport.network import Evidence, GroupedNetwork, Network
 
 __all__ = ["Backend", "Capabilities", "Communicator", "Name", "check_configs"]
 
@@ -56,7 +56,7 @@ class Communicator(Protocol):
         """Of all members."""
 
     @property
-    def network(self) -> Network:
+    def network(self) -> Network | GroupedNetwork:
         """Calls on it raise TransferError once the communicator is marked."""
 
     @property

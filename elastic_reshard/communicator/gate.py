@@ -16,15 +16,15 @@ from elastic_reshard.communicator.base import Name
 from elastic_reshard.errors import TransferError
 from elastic_reshard.transport.network import Network, Pending
 
-__all__ = ["GatedNetwork"]
+__all__ = ["GatedNetwork", "Turnstile"]
 
 
-class GatedNetwork:
-    """transport.Network around a backend's own. leave: what `close` does: the communicator's way out."""
+class Turnstile:
+    """Counts the calls inside, and lets none in once it is marked. waiting_since: as transport.Network's."""
 
-    def __init__(self, inner: Network, name: Name, leave: Callable[[], None]) -> None:
+    def __init__(self, name: Name) -> None:
         self.waiting_since: float | None = None
-        self._inner, self._name, self._leave = inner, name, leave
+        self._name = name
         self._lock = threading.Lock()
         self._busy = 0
         self._reason: str | None = None
@@ -46,6 +46,44 @@ class GatedNetwork:
         with self._lock:
             self._reason = reason if self._reason is None else self._reason
 
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """One call. What fails in it after the mark is told as the abort that it is, not as a peer's loss."""
+        with self._lock:
+            if self._reason is not None:
+                raise self._aborted()
+            self._busy += 1
+        try:
+            yield
+        except TransferError as error:
+            if self._reason is not None:
+                raise self._aborted() from error
+            raise
+        finally:
+            with self._lock:
+                self._busy -= 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A wait for others, inside."""
+        with self.inside():
+            self.waiting_since = time.monotonic()
+            try:
+                yield
+            finally:
+                self.waiting_since = None
+
+    def _aborted(self) -> TransferError:
+        return TransferError(f"communicator {self._name} was aborted: {self._reason}; form a new one under a new name")
+
+
+class GatedNetwork(Turnstile):
+    """transport.Network around a backend's own. leave: what `close` does: the communicator's way out."""
+
+    def __init__(self, inner: Network, name: Name, leave: Callable[[], None]) -> None:
+        super().__init__(name)
+        self._inner, self._leave = inner, leave
+
     def reserve(self, peer: int, sends: int, receives: int) -> tuple[int, int]:
         """As transport.Network."""
         return self._inner.reserve(peer, sends, receives)
@@ -65,26 +103,6 @@ class GatedNetwork:
         self.mark("closed by its own member")
         self._leave()
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """One call. What fails in it after the mark is told as the abort that it is, not as a peer's loss."""
-        with self._lock:
-            if self._reason is not None:
-                raise self._aborted()
-            self._busy += 1
-        try:
-            yield
-        except TransferError as error:
-            if self._reason is not None:
-                raise self._aborted() from error
-            raise
-        finally:
-            with self._lock:
-                self._busy -= 1
-
-    def _aborted(self) -> TransferError:
-        return TransferError(f"communicator {self._name} was aborted: {self._reason}; form a new one under a new name")
-
 
 class _GatedPending:
     __slots__ = ("_inner", "_network")
@@ -93,10 +111,5 @@ class _GatedPending:
         self._inner, self._network = inner, network
 
     def wait(self, deadline: float) -> None:
-        network = self._network
-        with network.inside():
-            network.waiting_since = time.monotonic()
-            try:
-                self._inner.wait(deadline)
-            finally:
-                network.waiting_since = None
+        with self._network.waiting():
+            self._inner.wait(deadline)

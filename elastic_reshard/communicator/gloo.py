@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from elastic_reshard.communicator import interfaces
+from elastic_reshard import interfaces
 from elastic_reshard.communicator.base import Backend, Capabilities, Communicator, Name, check_configs
 from elastic_reshard.communicator.gate import GatedNetwork
-from elastic_reshard.communicator.interfaces import Address, Told
 from elastic_reshard.communicator.store import ControlStore
 from elastic_reshard.errors import PeerLost, PeerRefused, ReshardError, TransferError, TransferTimeout
+from elastic_reshard.interfaces import Address, Told
 from elastic_reshard.log import logger
 from elastic_reshard.transport.network import Evidence, GlooNetwork
 

@@ -256,7 +256,8 @@ class SocketNetwork:
         number = self.reserve(peer, 0, 1)[1] if number is None else number
         transfer = _Transfer(self, peer, _bytes(buffer), number)
         with self._using:
-            self._refuse(peer)
+            if self._closed or peer not in self._peers or number not in self._peers[peer].early:
+                self._refuse(peer)  # what came before its sender left is there
             if peer in self._peers:
                 self._peers[peer].posted[number] = transfer
         return transfer

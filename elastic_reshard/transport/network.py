@@ -1,4 +1,5 @@
-"""Networks: how bytes go between domains. One small interface, so that NCCL and M2N can join gloo behind it.
+"""Networks: how bytes go between domains. Two small interfaces: messages, each by itself (gloo), and groups of sends and
+receives of device memory, in the order of a stream (NCCL).
 
 A network moves whole buffers between members in order per pair. It knows nothing of plans, tensors or arenas.
 """
@@ -6,18 +7,20 @@ A network moves whole buffers between members in order per pair. It knows nothin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from elastic_reshard.arena.device import Device, Stream
+from elastic_reshard.arena.strided import Strided
 from elastic_reshard.errors import PeerLost, TransferTimeout
 
-__all__ = ["Evidence", "GlooNetwork", "Network", "Pending"]
+__all__ = ["Evidence", "GlooNetwork", "GroupedNetwork", "Network", "Pending"]
 
 # Says which of the members are known to have ended; waits a moment for evidence to come up.
 Evidence = Callable[[], tuple[int, ...]]
@@ -55,6 +58,37 @@ class Network(Protocol):
 
     def close(self) -> None:
         """Close all connections, so that no peer waits for this member. Idempotent; does not block."""
+
+
+@runtime_checkable
+class GroupedNetwork(Protocol):
+    """Groups of sends and receives of flat, contiguous bytes in one device's memory. One thread uses it at a time.
+
+    Groups are launched on one stream, so they meet in order: all members that take part in two groups launch them in the
+    same order. Copies and digests on that stream come between them as they were launched. waiting_since: as Network's.
+    """
+
+    waiting_since: float | None
+
+    @property
+    def device(self) -> Device:
+        """Whose memory it moves."""
+
+    @property
+    def stream(self) -> Stream:
+        """On which everything is launched."""
+
+    def exchange(
+        self, sends: Sequence[tuple[int, Strided]], receives: Sequence[tuple[int, Strided]], deadline: float
+    ) -> Pending:
+        """Launch one group of (peer, bytes). Per pair and direction the buffers of both ends meet in the order given, and
+        sizes must agree. Returns when it is launched, `deadline` (time.monotonic) at most. Raises as `Pending.wait`."""
+
+    def point(self) -> Pending:
+        """All that has been launched on the stream up to now."""
+
+    def close(self) -> None:
+        """Leave, so that no peer waits for this member where the backend can tell it. Idempotent."""
 
 
 class _GlooPending:

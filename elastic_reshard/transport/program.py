@@ -7,36 +7,43 @@ view, so that running is nothing but copies, sends, receives and tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from elastic_reshard.arena import Copies, HostArena, raw, tensor_over
+from elastic_reshard.arena import Copies, HostArena, raw
+from elastic_reshard.arena.device import DeviceMemory
+from elastic_reshard.arena.strided import Strided
 from elastic_reshard.errors import PlanError
 from elastic_reshard.layout.dtypes import itemsize
 from elastic_reshard.plan import Kind, Slice, boxes_of_range
+from elastic_reshard.transport.pieces import Memory, as_bytes, contiguous, on_device, run_of, tensor_of, typed
 from elastic_reshard.transport.views import Key, PeerViews, Staged, Views
 
-__all__ = ["Message", "Program", "Pull", "Round", "StagingPlan", "bind"]
+__all__ = ["Message", "Program", "Pull", "Round", "StagingPlan", "Wire", "bind"]
 
 _ALIGN = 64
-_RAW = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
-_Array = npt.NDArray[Any]
+# Whose memory a network sends from and receives into.
+Wire = Literal["host", "device"]
 
 
 @dataclass
 class Message:
-    """One send or receive: a flat uint8 buffer, and the copies before a send or after a receive (None: the buffer is
-    the tensor's own memory). `number` counts the messages of its pair and direction, alike at both ends. cell: its first
-    in landing plans, else -1."""
+    """One send or receive: a flat buffer of bytes (a CPU tensor of uint8, or device memory for grouped networks), and the
+    copies before a send or after a receive (None: the buffer is the tensor's own memory). `number` counts the messages of
+    its pair and direction, alike at both ends. cell: its first in landing plans, else -1."""
 
     peer: int
     number: int
-    buffer: torch.Tensor
+    buffer: torch.Tensor | Strided
     copies: Copies | None
     cell: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Of the buffer."""
+        return self.buffer.nbytes
 
 
 @dataclass
@@ -140,12 +147,12 @@ class _Legs:
             self._raw[key, permute] = whole
         return self._raw[key, permute][self.index(i, self.source_at)], cast
 
-    def own_target(self, i: int) -> _Array:
+    def own_target(self, i: int) -> Memory:
         """The leg's atom in this member's own destination tensor, raw."""
         key = self.key_of_receiver(i)
         if (key, None) not in self._raw:
             self._raw[key, None] = raw(self.views.tensor(key))
-        found: _Array = self._raw[key, None][self.index(i, self.target_at)]
+        found: Memory = self._raw[key, None][self.index(i, self.target_at)]
         return found
 
     def whole(self, i: int) -> bool:
@@ -165,50 +172,52 @@ class _Legs:
             before += int(np.prod(extent, dtype=np.int64))
         return found
 
-    def flat(self, atom: Any, i: int) -> _Array | None:
+    def flat(self, atom: Any, i: int) -> Memory | None:
         """The leg as one run of memory inside its atom, or None if it is not one."""
-        if not isinstance(atom, np.ndarray):
+        if not isinstance(atom, np.ndarray | Strided):
             return None
-        if atom.flags.c_contiguous:
-            return atom.reshape(-1)[self.first[i] : self.last[i]]
+        if contiguous(atom):
+            return run_of(atom, self.first[i], self.last[i])
         boxes = self.boxes(i)
-        if len(boxes) == 1 and atom[boxes[0][0]].flags.c_contiguous:
-            piece: _Array = atom[boxes[0][0]].reshape(-1)
-            return piece
+        if len(boxes) == 1 and contiguous(atom[boxes[0][0]]):
+            return run_of(atom[boxes[0][0]], 0, self.count(i))
         return None
 
-    def copy(self, copies: Copies, i: int, target: _Array, source: Any, cast: bool) -> None:
+    def copy(self, copies: Copies, i: int, target: Memory, source: Any, cast: bool) -> None:
         """Atom to atom."""
         wire = self.wire[self.tensor[i]]
         for index, _, _ in [((...,), (), 0)] if self.whole(i) else self.boxes(i):
             if cast:
-                copies.cast(tensor_over(target[index], wire), source[index])
+                copies.cast(tensor_of(target[index], wire), source[index])
             else:
                 copies.add(target[index], source[index])
 
-    def pack(self, copies: Copies, i: int, flat: _Array, source: Any, cast: bool) -> None:
+    def pack(self, copies: Copies, i: int, flat: Memory, source: Any, cast: bool) -> None:
         """Atom to a flat run."""
         wire = self.wire[self.tensor[i]]
         for index, extent, before in self.boxes(i):
-            piece = flat[before : before + int(np.prod(extent, dtype=np.int64))].reshape(extent)
+            piece = run_of(flat, before, before + int(np.prod(extent, dtype=np.int64))).reshape(extent)
             if cast:
-                copies.cast(tensor_over(piece, wire), source[index])
+                copies.cast(tensor_of(piece, wire), source[index])
             else:
                 copies.add(piece, source[index])
 
-    def unpack(self, copies: Copies, i: int, target: _Array, flat: _Array) -> None:
+    def unpack(self, copies: Copies, i: int, target: Memory, flat: Memory) -> None:
         """A flat run to an atom."""
         for index, extent, before in self.boxes(i):
-            copies.add(target[index], flat[before : before + int(np.prod(extent, dtype=np.int64))].reshape(extent))
+            piece = run_of(flat, before, before + int(np.prod(extent, dtype=np.int64))).reshape(extent)
+            copies.add(target[index], piece)
 
 
 class StagingPlan:
-    """What of a slice goes through staging, and where in it: a function of the slice and of which tensors are mapped.
+    """What of a slice goes through staging, and where in it: a function of the slice, of which tensors are mapped, and of
+    the wire: a message goes straight only if its memory is of the kind that the network sends.
 
     Rounds use two halves in turn. `offsets` has the places of legs that peers read, from the beginning of the arena.
     """
 
-    def __init__(self, s: Slice, views: Views, limit: int, *, install: bool = False) -> None:
+    def __init__(self, s: Slice, views: Views, limit: int, *, install: bool = False, wire: Wire = "host") -> None:
+        self.wire: Wire = wire
         self.legs = _Legs(s, views)
         self.rows = [i for i in range(len(self.legs)) if self.legs.install[i] == install]
         self.messages: dict[int, list[int]] = {}
@@ -252,17 +261,23 @@ class StagingPlan:
                     need[r] = self.local[name] + -(-legs.nbytes(i) // _ALIGN) * _ALIGN
         return need
 
-    def direct(self, rows: list[int]) -> _Array | None:
+    def direct(self, rows: list[int]) -> Memory | None:
         """The tensor memory that a message can use itself."""
         legs, i = self.legs, rows[0]
         if len(rows) > 1:
             return None
         if legs.out[i]:
             atom, cast = legs.own_source(i)
-            return None if cast else legs.flat(atom, i)
+            return None if cast else self._sendable(legs.flat(atom, i))
         if legs.names[i] in self.landed_out and not legs.views.in_arena(legs.key_of_receiver(i)):
             return None
-        return legs.flat(legs.own_target(i), i)
+        return self._sendable(legs.flat(legs.own_target(i), i))
+
+    def _sendable(self, piece: Memory | None) -> Memory | None:
+        """The piece, if the network takes such memory."""
+        if self.wire == "device":
+            return piece if piece is not None and on_device(piece) else None
+        return piece if isinstance(piece, np.ndarray) else None
 
     def _offsets(self) -> dict[Staged, int]:
         legs, found = self.legs, {}
@@ -279,15 +294,22 @@ class StagingPlan:
         return {name: at for name, at in found.items() if name[0] == Kind.LOCAL or name[1:] in self.landed_out}
 
 
-def bind(plan: StagingPlan, staging: HostArena | None, peers: dict[int, PeerViews], rounds: int) -> Program:
-    """The program of a slice, over its own tensors, its staging arena and its domain peers' declared memory."""
+def bind(
+    plan: StagingPlan, staging: HostArena | DeviceMemory | None, peers: dict[int, PeerViews], rounds: int
+) -> Program:
+    """The program of a slice, over its own tensors, its staging (of the kind of the plan's wire) and its domain peers'
+    declared memory. Where host and device memory meet in a copy, the host's must be registered with the device
+    (`Device.host`), staging too. PlanError for staging of the wrong kind."""
     legs = plan.legs
     program = [Round() for _ in range(rounds)]
-    memory = staging.bytes if staging is not None else np.zeros(0, dtype=np.uint8)
+    memory = _memory_of(plan, staging)
     counted: dict[tuple[int, bool], int] = {}
+    shared: dict[tuple[int, bool], Copies] = {}
     for number, rows in plan.messages.items():
         pair = (legs.peer[rows[0]], legs.out[rows[0]])
-        message = _bind_message(plan, number, rows, counted.setdefault(pair, 0), memory)
+        # Messages of a group begin and end together, so their copies do too: few launches.
+        copies = shared.setdefault((legs.round[rows[0]], pair[1]), Copies()) if plan.wire == "device" else Copies()
+        message = _bind_message(plan, number, rows, counted.setdefault(pair, 0), memory, copies)
         counted[pair] += 1
         r = program[legs.round[rows[0]]]
         (r.sends if pair[1] else r.receives).append(message)
@@ -311,38 +333,39 @@ def bind(plan: StagingPlan, staging: HostArena | None, peers: dict[int, PeerView
     )
 
 
-def _typed(memory: npt.NDArray[np.uint8], at: int, nbytes: int, item: int) -> _Array:
-    found: _Array = memory[at : at + nbytes].view(_RAW[item])
-    return found
+def _memory_of(plan: StagingPlan, staging: HostArena | DeviceMemory | None) -> Memory:
+    """The bytes of the staging."""
+    if staging is None:
+        return np.zeros(0, dtype=np.uint8)
+    if isinstance(staging, HostArena) != (plan.wire == "host"):
+        raise PlanError(f"a program for a {plan.wire} wire was given staging of another kind: {type(staging).__name__}")
+    return staging.bytes if isinstance(staging, HostArena) else staging.strided(0, (staging.nbytes,), (1,), 1)
 
 
 def _bind_message(
-    plan: StagingPlan, number: int, rows: list[int], place: int, memory: npt.NDArray[np.uint8]
+    plan: StagingPlan, number: int, rows: list[int], place: int, memory: Memory, copies: Copies
 ) -> Message:
     legs, out = plan.legs, plan.legs.out[rows[0]]
-    copies: Copies | None = None
-    if number in plan.place:
-        copies = Copies()
+    staged = number in plan.place
+    if staged:
         begin = at = plan.at(legs.round[rows[0]], plan.place[number])
         for i in rows:
-            flat = _typed(memory, at, legs.nbytes(i), legs.item[legs.tensor[i]])
+            flat = typed(memory, at, legs.nbytes(i), legs.item[legs.tensor[i]])
             if out:
                 legs.pack(copies, i, flat, *legs.own_source(i))
             else:
                 legs.unpack(copies, i, legs.own_target(i), flat)
             at += legs.nbytes(i)
-        buffer = memory[begin:at]
+        buffer = memory[(slice(begin, at),)]
     else:
         straight = plan.direct(rows)
         if straight is None:
             raise PlanError(f"message {number} has neither staging nor memory of its own")
-        buffer = straight.view(np.uint8)
-    return Message(legs.peer[rows[0]], place, torch.from_numpy(buffer), copies, legs.cell[rows[0]])
+        buffer = straight
+    return Message(legs.peer[rows[0]], place, as_bytes(buffer), copies if staged else None, legs.cell[rows[0]])
 
 
-def _bind_served(
-    plan: StagingPlan, r: Round, i: int, memory: npt.NDArray[np.uint8], done: set[tuple[int, Staged]]
-) -> None:
+def _bind_served(plan: StagingPlan, r: Round, i: int, memory: Memory, done: set[tuple[int, Staged]]) -> None:
     legs, reader = plan.legs, plan.legs.peer[i]
     if legs.kind[i] == Kind.LANDED:
         r.landed_readers.add(reader)
@@ -355,7 +378,7 @@ def _bind_served(
     r.readers.add(reader)
     if (legs.round[i], name) not in done:
         done.add((legs.round[i], name))
-        flat = _typed(memory, plan.offsets[name], legs.nbytes(i), legs.item[legs.tensor[i]])
+        flat = typed(memory, plan.offsets[name], legs.nbytes(i), legs.item[legs.tensor[i]])
         legs.pack(r.stage, i, flat, *legs.own_source(i))
 
 

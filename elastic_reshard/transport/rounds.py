@@ -6,16 +6,20 @@ straight from tensor to tensor need no staging, so they are started before the r
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastic_reshard.arena import DomainChannel
+import torch
+
+from elastic_reshard.arena import Copies, DomainChannel
 from elastic_reshard.errors import TransferError, TransferTimeout
-from elastic_reshard.transport.network import Network, Pending
+from elastic_reshard.transport.network import GroupedNetwork, Network, Pending
+from elastic_reshard.transport.polling import poll
 from elastic_reshard.transport.program import Message, Program, Pull, Round
 
-__all__ = ["Carriage", "Rounds", "Tally"]
+__all__ = ["Carriage", "Rounds", "Tally", "in_host_memory"]
 
 # Tags on the domain channel. Rounds need none of their own: messages of one tag stay in order.
 _STAGED, _LANDED, _READ, _FINISHED = 1, 2, 3, 4
@@ -34,7 +38,7 @@ class Carriage(Protocol):
         """This member's."""
 
     @property
-    def network(self) -> Network:
+    def network(self) -> Network | GroupedNetwork:
         """To the members that messages name."""
 
     @property
@@ -57,6 +61,14 @@ class Tally:
     seconds: float = 0.0
 
 
+def in_host_memory(message: Message) -> torch.Tensor:
+    """The buffer of a message that goes by itself. TransferError if it is a device's memory."""
+    if not isinstance(message.buffer, torch.Tensor):
+        raise TransferError(f"a message to or from member {message.peer} lies in device memory, which this network does not "
+                            "move; bind the program with wire='host'")  # fmt: skip
+    return message.buffer
+
+
 class Rounds:
     """One run of a program. For one thread, once. `watched` has a kind with a gate, seals and words."""
 
@@ -67,6 +79,7 @@ class Rounds:
         self.receives: list[dict[int, Pending]] = [{} for _ in program.rounds]
         self.first: dict[int, tuple[int, int]] = {}
         self.ahead = 0
+        self.overlaps = True  # a round may begin before the one before is finished
         self.tally = Tally()
 
     def run(self) -> Tally:
@@ -85,10 +98,12 @@ class Rounds:
         while number <= self.count:
             if time.monotonic() >= self.deadline:
                 raise self._late(number)
-            self._start_straight(number + _AHEAD)
+            if number and not self.overlaps:
+                self._finish(number - 1, rounds[number - 1])
+            self._start_straight(number + (_AHEAD if self.overlaps else 1))
             if number < self.count:
                 self._begin(number, rounds[number])
-            if number:
+            if number and self.overlaps:
                 self._finish(number - 1, rounds[number - 1])
             number += 1
         for pending in self.sends:
@@ -107,7 +122,7 @@ class Rounds:
 
     def _reserve(self) -> None:
         """Numbers for all messages of the run, pair by pair."""
-        self.first = {peer: self.carriage.network.reserve(peer, *n) for peer, n in self._numbers().items()}
+        self.first = {peer: self._network.reserve(peer, *n) for peer, n in self._numbers().items()}
 
     def _numbers(self) -> dict[int, list[int]]:
         """Of each peer, how many messages go to it and come from it."""
@@ -133,13 +148,13 @@ class Rounds:
 
     def _receive(self, number: int, i: int, message: Message) -> None:
         place = self.first[message.peer][1] + message.number
-        self.receives[number][i] = self.carriage.network.receive(message.peer, message.buffer, place)
-        self.tally.received += message.buffer.numel()
+        self.receives[number][i] = self._network.receive(message.peer, in_host_memory(message), place)
+        self.tally.received += message.nbytes
 
     def _send(self, number: int, i: int, message: Message) -> None:
         place = self.first[message.peer][0] + message.number
-        self.sends[number][i] = self.carriage.network.send(message.peer, message.buffer, place)
-        self.tally.sent += message.buffer.numel()
+        self.sends[number][i] = self._network.send(message.peer, in_host_memory(message), place)
+        self.tally.sent += message.nbytes
 
     def _begin(self, number: int, r: Round) -> None:
         """Everything of a round that needs its half of the staging, once that is free; it waits for nobody else."""
@@ -149,16 +164,16 @@ class Rounds:
             if message.copies is not None:
                 self._receive(number, i, message)
         if r.stage_readers:
-            r.stage.run()
+            self._copy(r.stage)
             self.tally.staged += r.stage.nbytes
             for reader in sorted(r.stage_readers):
                 self._tell(reader, _STAGED)
         for i, message in enumerate(r.sends):
             if message.copies is not None:
-                message.copies.run()
+                self._copy(message.copies)
                 self.tally.staged += message.copies.nbytes
                 self._send(number, i, message)
-        r.own.run()
+        self._copy(r.own)
         self.tally.copied += r.own.nbytes
 
     def _free(self, number: int) -> None:
@@ -176,7 +191,7 @@ class Rounds:
         for i, message in enumerate(r.receives):
             self.receives[number][i].wait(self.deadline)
             if message.copies is not None:
-                message.copies.run()
+                self._copy(message.copies)
                 self.tally.staged += message.copies.nbytes
         self.receives[number].clear()
         for reader in sorted(r.landed_readers):
@@ -189,8 +204,23 @@ class Rounds:
     def _pull(self, pull: Pull, tag: int) -> None:
         if pull.staged:
             self._hear(pull.owner, tag)
-        pull.copies.run()
+        self._copy(pull.copies)
         self.tally.pulled += pull.copies.nbytes
+
+    def _copy(self, copies: Copies) -> None:
+        """Run copies to their end. What a device has begun it also ends, within milliseconds, so nothing is left behind."""
+        copies.run()
+        if copies.device is not None:
+            poll(copies.device.current().record().done, math.inf)
+
+    @property
+    def _network(self) -> Network:
+        found = self.carriage.network
+        if isinstance(found, GroupedNetwork):
+            raise TransferError(
+                f"member {self.carriage.rank} has a network of groups, which carries landing programs only; run it over gloo"
+            )
+        return found
 
     @property
     def _channel(self) -> DomainChannel:

@@ -14,11 +14,13 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from elastic_reshard.arena import HostArena, MappedArena, locate, tensor_over
+from elastic_reshard.arena import HostArena, MappedArena, locate
+from elastic_reshard.arena.devices import device_of
 from elastic_reshard.arena.slots import SlotReader
 from elastic_reshard.errors import ArenaError
 from elastic_reshard.layout.dtypes import itemsize
 from elastic_reshard.layout.model import ModelLayout
+from elastic_reshard.transport.pieces import Memory, tensor_of
 
 __all__ = ["Key", "PeerViews", "SlotViews", "Staged", "Views"]
 
@@ -36,8 +38,8 @@ def _dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Views:
-    """This member's local tensors, plain CPU tensors of any strides. source: by (party, source tensor's name);
-    destination: by (target, name). They are written and read in place."""
+    """This member's local tensors, plain tensors of any strides, of the CPU or of a device. source: by (party, source tensor's
+    name); destination: by (target, name). They are written and read in place."""
 
     source: Mapping[tuple[int, str], torch.Tensor]
     destination: Mapping[tuple[int, str], torch.Tensor]
@@ -54,9 +56,10 @@ class Views:
                              "was given; pass all local tensors of the layout") from None  # fmt: skip
 
     def in_arena(self, key: Key) -> bool:
-        """Whether peers can map the tensor."""
+        """Whether peers can map the tensor. Tensors of devices always lie in slots."""
         if key not in self._in_arena:
-            self._in_arena[key] = locate(self.tensor(key)) is not None
+            tensor = self.tensor(key)
+            self._in_arena[key] = locate(tensor) is not None or device_of(tensor) is not None
         return self._in_arena[key]
 
     def declaration(self, staging: HostArena | None, staged: Mapping[Staged, int]) -> tuple[bytes, list[int]]:
@@ -104,9 +107,9 @@ class PeerViews:
         self._buffers = {(b[0], b[1], b[2]): b[3:] for b in said["buffers"]}
         self._staging: int = said["staging"]
         self._staged = {tuple(row[:6]): row[6] for row in said["staged"]}
-        self._arrays: dict[Key, npt.NDArray[Any] | None] = {}
+        self._arrays: dict[Key, Memory | None] = {}
 
-    def array(self, key: Key) -> npt.NDArray[Any] | None:
+    def array(self, key: Key) -> Memory | None:
         """The peer's tensor as integers of its item size; None if it is not in an arena, so that it is staged."""
         if key not in self._arrays:
             if key not in self._buffers:
@@ -126,7 +129,7 @@ class PeerViews:
         array = self.array(key)
         if array is None:
             raise ArenaError(f"{key[2]} of member {self.member} is not in an arena")
-        return tensor_over(array, self.dtype(key))
+        return tensor_of(array, self.dtype(key))
 
     def staged(self, key: Staged, count: int, item: int) -> npt.NDArray[Any]:
         """`count` elements of `item` bytes that the peer stages for this leg."""
@@ -146,8 +149,8 @@ class SlotViews(PeerViews):
     def __init__(self, who: str, rank: int, reader: SlotReader, slot: int, layout: ModelLayout) -> None:
         self.who, self.rank, self._reader, self._slot, self._layout = who, rank, reader, slot, layout
 
-    def array(self, key: Key) -> npt.NDArray[Any]:
-        """The slot's tensor, never staged. ArenaError if it is not what the layout says of this rank."""
+    def array(self, key: Key) -> Memory:
+        """The slot's tensor, on host or device, never staged. ArenaError if it is not what the layout says of this rank."""
         reader, slot, name = self._reader, self._slot, key[2]
         found, layout = reader.array(slot, name), self._layout[name]
         if found.shape != layout.local_shape(self.rank) or reader.dtype(slot, name) != layout.dtype:

@@ -16,7 +16,7 @@ import xxhash
 from elastic_reshard.errors import DigestMismatch, TransferError
 from elastic_reshard.transport.network import Pending
 from elastic_reshard.transport.program import Message, Program, Round
-from elastic_reshard.transport.rounds import Carriage, Rounds
+from elastic_reshard.transport.rounds import Carriage, Rounds, in_host_memory
 
 __all__ = ["Watch", "WatchedRounds"]
 
@@ -30,11 +30,14 @@ _Seal = npt.NDArray[np.uint64]
 class Watch(Protocol):
     """Whoever is responsible for a landing run. Called in the run's thread.
 
-    full: digests over all bytes, else over a window of each message. salt: where windows lie. Both alike on all members.
+    full: digests over all bytes, else over a window of each message. salt: where windows lie. ahead: whether a round may begin
+    before the one before has landed; if not, members whose gates open by turns leave nothing under way meanwhile. All alike on
+    all members.
     """
 
     full: bool
     salt: int
+    ahead: bool
 
     def may_begin(self, number: int) -> bool:
         """Asked before anything of a round with messages is started; may block. False: end before it, on all members."""
@@ -55,6 +58,7 @@ class WatchedRounds(Rounds):
     def __init__(self, program: Program, carriage: Carriage, deadline: float, watch: Watch) -> None:
         super().__init__(program, carriage, deadline)
         self.watch = watch
+        self.overlaps = watch.ahead
         self._numbers_of_seals()
         self.told: list[dict[int, tuple[Pending, _Seal]]] = [{} for _ in program.rounds]
         self.sealed: list[_Seal] = []  # kept until the end: gloo reads them
@@ -89,7 +93,7 @@ class WatchedRounds(Rounds):
                 seal = np.zeros(2, dtype=np.uint64)
                 buffer = torch.from_numpy(seal.view(np.uint8))
                 at = self.first[peer][1] + place
-                self.told[number][peer] = (self.carriage.network.receive(peer, buffer, at), seal)
+                self.told[number][peer] = (self._network.receive(peer, buffer, at), seal)
             super()._start_straight(number + 1)
 
     def _free(self, number: int) -> None:
@@ -97,12 +101,12 @@ class WatchedRounds(Rounds):
 
     def _finish(self, number: int, r: Round) -> None:
         for pull in r.pulls:
-            pull.copies.run()
+            self._copy(pull.copies)
             self.tally.pulled += pull.copies.nbytes
         for i, message in enumerate(r.receives):
             self._wait(self.receives[number].pop(i), message.peer, message.cell)
             if message.copies is not None:
-                message.copies.run()
+                self._copy(message.copies)
                 self.tally.staged += message.copies.nbytes
         for i, message in enumerate(r.sends):
             self._wait(self.sends[number].pop(i), message.peer, message.cell)
@@ -126,7 +130,7 @@ class WatchedRounds(Rounds):
             self.sealed.append(seal)
             buffer = torch.from_numpy(seal.view(np.uint8))
             # Waited for at the end of the run, with all other sends.
-            self.sends[number][-1 - peer] = self.carriage.network.send(peer, buffer, self.first[peer][0] + place)
+            self.sends[number][-1 - peer] = self._network.send(peer, buffer, self.first[peer][0] + place)
         if not intact:
             for pending in self.sends[number].values():  # so that receivers hear it from its seal
                 pending.wait(self.deadline)
@@ -156,7 +160,7 @@ class WatchedRounds(Rounds):
         """Of all messages of a pair, direction and round, as they travelled."""
         h = xxhash.xxh3_64()
         for message in messages:
-            data = message.buffer.numpy()
+            data = in_host_memory(message).numpy()
             if not self.watch.full and len(data) > _WINDOW:
                 at = (message.number * _STRIDE + self.watch.salt) % (len(data) - _WINDOW + 1)
                 data = data[at : at + _WINDOW]

@@ -7,7 +7,8 @@ import itertools
 import pytest
 
 from elastic_reshard.communicator import Capabilities, Choice, Way, check_configs, choose
-from elastic_reshard.communicator.interfaces import (
+from elastic_reshard.errors import ProtocolError
+from elastic_reshard.interfaces import (
     VARIABLE,
     Address,
     Told,
@@ -15,10 +16,9 @@ from elastic_reshard.communicator.interfaces import (
     machine,
     refuse_loopback,
 )
-from elastic_reshard.communicator.interfaces import (
+from elastic_reshard.interfaces import (
     choose as choose_address,
 )
-from elastic_reshard.errors import ProtocolError
 
 ALL = Capabilities(can_shrink=True, can_grow=True, abort_frees_peers=True)
 NONE = Capabilities()

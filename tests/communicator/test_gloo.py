@@ -20,8 +20,8 @@ from elastic_reshard.communicator import (
     Registry,
     interfaces,
 )
-from elastic_reshard.communicator.interfaces import VARIABLE
 from elastic_reshard.errors import PeerLost, PeerRefused, ProtocolError, TransferError, TransferTimeout
+from elastic_reshard.interfaces import VARIABLE
 from elastic_reshard.transport import GlooNetwork
 from tests.communicator.world import (
     Plane,

@@ -53,6 +53,8 @@ class Carriage:
 class Watch:
     """Ends before round `end`; writes down all that it is asked and told."""
 
+    ahead = True
+
     def __init__(self, log: list[Any], end: int, full: bool = True, broken: int = -1) -> None:
         self.log, self.end, self.full, self.salt, self.broken = log, end, full, 7, broken
         self.done = 0
@@ -112,6 +114,30 @@ def watched(me: Rank, end: int, options: dict[str, Any], spoil: int) -> tuple[li
     me.store().wait(["over0", "over1"])
     carriage.close()
     return log, error, right, carriage.failed is not None
+
+
+def in_turn(me: Rank, end: int) -> list[Any]:
+    """No round begins before the one before has landed."""
+    log: list[Any] = []
+    memory = BITS.copy() if me.rank == 0 else np.zeros_like(BITS)
+    carriage, watch = Carriage(me, "in turn", log), Watch(log, end)
+    watch.ahead = False
+    run(program(me, memory), carriage, time.monotonic() + 20, watch)
+    me.store().set(f"over{me.rank}", "")
+    me.store().wait(["over0", "over1"])
+    carriage.close()
+    got = [n for n in range(ROUNDS) if memory[n * SIZE : (n + 1) * SIZE].tobytes() == BITS[n * SIZE :][:SIZE].tobytes()]
+    return [log, got == [n for n in range(end) if n != 2] or me.rank == 0]
+
+
+def test_rounds_in_turn_leave_nothing_under_way_at_the_gate() -> None:
+    for end in (4, ROUNDS):
+        for log, right in run_ranks(in_turn, 2, end, group=False):
+            steps = [what for what in log if what[0] in ("may", "landed")]
+            order = [("may", 0), ("landed", 0), ("may", 1), ("landed", 1), ("landed", 2), ("may", 3), ("landed", 3)]
+            rest = [("may", 4)] if end == 4 else [("may", 4), ("landed", 4), ("may", 5), ("landed", 5)]
+            assert steps == order + rest
+            assert right
 
 
 def landed(log: list[Any]) -> list[int]:

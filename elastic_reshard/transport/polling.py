@@ -1,0 +1,26 @@
+"""Waiting without a call that cannot be left: ask, look around, sleep a little."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["poll"]
+
+# Asked without sleeping at first; then sleeps are an eighth of the time waited so far, at most this.
+_LONGEST_S: Final = 0.5e-3
+_SHORTEST_S: Final = 20e-6
+
+
+def poll(done: Callable[[], bool], deadline: float, look: Callable[[], None] = lambda: None) -> bool:
+    """Whether it is done; blocks until then, at most until `deadline` (time.monotonic). look: called between; what it raises
+    ends the wait."""
+    begun = time.monotonic()
+    while not done():
+        look()
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        time.sleep(min(_LONGEST_S, max(_SHORTEST_S, (now - begun) / 8), deadline - now))
+    return True
