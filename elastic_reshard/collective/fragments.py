@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -130,12 +130,16 @@ def fingerprint(tensors: Mapping[str, torch.Tensor] | None) -> tuple[object, ...
     return tuple(found)
 
 
-def local_tensors(tensors: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """Local tensors by name, without autograd. ArenaError, naming it, for one that is not on the CPU."""
+def local_tensors(
+    tensors: Mapping[str, torch.Tensor] | None, kinds: Collection[str] = ("cpu",)
+) -> dict[str, torch.Tensor]:
+    """Local tensors by name, without autograd. ArenaError, naming it, for one on another kind of device than those."""
     found = {}
     for name, tensor in (tensors or {}).items():
         local = local_of(tensor)
-        if local.device.type != "cpu":
-            raise ArenaError(f"{name} is on {local.device}; this call moves CPU tensors")
+        if local.device.type not in kinds:
+            raise ArenaError(
+                f"{name} is on {local.device}; this call moves tensors of {' and '.join(kinds).upper()} only"
+            )
         found[name] = local
     return found

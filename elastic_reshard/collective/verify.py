@@ -160,7 +160,7 @@ class _Cast:
         self.tensor, self.wire = tensor, wire
 
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
-        return raw(self.tensor[index].to(self.wire).contiguous())
+        return np.asarray(raw(self.tensor[index].to(self.wire).contiguous()))
 
 
 def _mixed(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from elastic_reshard.protocol.base import Role
 from elastic_reshard.protocol.docs import (
@@ -61,6 +61,9 @@ class MemberCore:
         self.install = Install()
         self.holding: Holding | None = None
         self.leaving = False
+        self.device = ""
+        self.networks: dict[str, str] = {}
+        self.window: Literal["anytime", "paused", "network"] = "anytime"
         self.farewell: Farewell | None = None
         self.slots: list[SlotState] = []
         self.landing: Landing | None = None
@@ -80,7 +83,7 @@ class MemberCore:
             member=self.member, group=self.group, roles=self.roles, host=self.host, pid=self.pid, number=self.number,
             source=self.source, destination=self.destination, source_from=self.source_from,
             count_from=self.count_from, fills=fills, install=self.install, holding=self.holding, landing=self.landing,
-            leaving=self.leaving,
+            leaving=self.leaving, device=self.device, networks=self.networks, window=self.window,
         )  # fmt: skip
 
     def hear(self, said: Told | Heard | Farewell) -> bool:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from elastic_reshard.errors import NotAMember, RefitTimeout
 from elastic_reshard.log import logger
 from elastic_reshard.member.core import MemberCore
+from elastic_reshard.member.stage import Turns
 from elastic_reshard.protocol.view import Farewell, Heard, Told
 from elastic_reshard.watchdog.link import HostLink
 
@@ -27,6 +28,7 @@ class Desk:
     def __init__(self, core: MemberCore) -> None:
         self.core = core
         self.changed = threading.Condition()
+        self.turns = Turns(core.member, None)  # the member's window, once it has one
         self.link: HostLink | None = None
         self.on_supervisor: Callable[[], None] | None = None  # another instance is heard; called under the lock
         self.on_view: Callable[[], None] | None = None  # something was heard; called under the lock

@@ -58,7 +58,7 @@ class Filler:
         """What is to be published, from the tensors as they are now; `described is` the last one's when nothing changed.
 
         Call it before each `fill`, in the thread that may touch the tensors; they are held until `fill` or `release`.
-        Raises LayoutMismatch (every violation), a LayoutError, ArenaError for tensors that aren't on the CPU.
+        Raises LayoutMismatch (every violation), a LayoutError, ArenaError for tensors that can't be copied from where they are.
         """
         self._look = self._tensors.look()
         return self._look.described
@@ -78,7 +78,9 @@ class Filler:
         try:
             copies = self._copies(look, arena, slot)
             arena.begin_write(slot)
-            copies.run()
+            copies.run()  # after what the caller's stream does before
+            if copies.device is not None:
+                copies.device.current().synchronize()
             generation = arena.end_write(slot)
         finally:
             self._look = None

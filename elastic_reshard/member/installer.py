@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from elastic_reshard.arena.device import DeviceMemory, Registered
 from elastic_reshard.arena.host import MappedArena
 from elastic_reshard.arena.landing import LandingReader
+from elastic_reshard.arena.shared import map_memory
 from elastic_reshard.arena.slots import SlotReader
 from elastic_reshard.errors import GroupBroken, NothingInstallable, RefitTimeout, ReshardError, ShardLost
 from elastic_reshard.log import logger
@@ -17,6 +20,7 @@ from elastic_reshard.member.landed import Landed
 from elastic_reshard.member.lander import Lander, Telling
 from elastic_reshard.member.puller import Origin, Prepared, Puller, Request
 from elastic_reshard.member.remote import Remote
+from elastic_reshard.member.stage import Stage
 from elastic_reshard.protocol.docs import GroupDoc, PublicationDoc, PublicationState, TicketDoc, VerdictDoc
 from elastic_reshard.protocol.hooks import hook
 
@@ -31,17 +35,19 @@ _SERVED = (PublicationState.MOVING, PublicationState.COMMITTED)
 class Installer:
     """The destination side of one member. One install at a time, in the caller's thread."""
 
-    def __init__(self, desk: Desk, puller: Puller, remote: Remote, cell: int, deadline: float) -> None:
+    def __init__(self, desk: Desk, puller: Puller, remote: Remote, cell: int, deadline: float, stage: Stage) -> None:
         """Describe the tensors and tell the layout. Blocks until `deadline` at most. cell: bytes, of landing arenas."""
         self._desk, self._puller, self._remote = desk, puller, remote
         self._busy = threading.Lock()
         self._readers: dict[str, SlotReader] = {}
         self._landing: dict[str, LandingReader] = {}
         self._request: Request | None = None
+        self._registered: dict[str, Registered] = {}
         self.last: dict[str, Any] = {}
-        self.lander = Lander(desk, remote, cell)
-        self._telling, self.watching, self.receiving = (Telling(self.lander) for _ in range(3))
         body, fragment = puller.describe()
+        stage.take(puller.device)
+        self.lander = Lander(desk, remote, cell, stage.of(puller.device))
+        self._telling, self.watching, self.receiving = (Telling(self.lander) for _ in range(3))
         remote.put_fragment(body, deadline)
         desk.core.destination = fragment
 
@@ -189,12 +195,20 @@ class Installer:
             self._readers[arena] = SlotReader(*self._held(arena, deadline))
         return self._readers[arena]
 
-    def _held(self, arena: str, deadline: float) -> tuple[MappedArena, bytes, str]:
+    def _held(self, arena: str, deadline: float) -> tuple[MappedArena, bytes, str, DeviceMemory | None]:
         link = self._desk.link
         if link is None:
             raise ReshardError(f"{self._desk.core.member} has left")
-        held = link.arena(arena, deadline)
-        return MappedArena(held.fd), held.table, arena
+        held, device = link.arena(arena, deadline), self._puller.device
+        try:
+            memory = map_memory(held.table, held.memory, device, arena_id=arena)
+        except BaseException:
+            os.close(held.fd)
+            raise
+        mapped = MappedArena(held.fd)
+        if device is not None and memory is None:
+            self._registered[arena] = device.host(mapped.bytes)
+        return mapped, held.table, arena, memory
 
     def _forget(self, publication: PublicationDoc) -> None:
         """Unmap arenas that neither this publication nor one that may still be installed lies in: a mapping keeps a dead
@@ -210,6 +224,9 @@ class Installer:
 
     def _drop(self, reader: SlotReader) -> None:
         self._puller.forget(reader)
+        registered = self._registered.pop(reader.arena_id, None)
+        if registered is not None:
+            registered.close()
         reader.close()
 
     def _verdict(self, deadline: float, timeout: float) -> VerdictDoc:
@@ -253,6 +270,7 @@ class Installer:
             self._drop(reader)
         self._readers.clear()
         self._landing.clear()
+        self._puller.close()
 
 
 def _told(

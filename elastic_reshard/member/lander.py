@@ -9,7 +9,8 @@ import threading
 import time
 from typing import Final
 
-from elastic_reshard.arena.landing import LandingArena, landing_nbytes
+from elastic_reshard.arena.device import Device
+from elastic_reshard.arena.landing import LandingArena, landing_device_nbytes, landing_nbytes
 from elastic_reshard.arena.slots import Specs
 from elastic_reshard.errors import MembershipError, ReshardError, SupervisorUnreachable
 from elastic_reshard.layout import ModelLayout
@@ -33,9 +34,9 @@ _LEAVING: Final = 5.0  # most seconds to wait for pages that are just being take
 class Lander:
     """Makes, offers and withdraws a destination member's landing arenas. Not to be used in forked children."""
 
-    def __init__(self, desk: Desk, remote: Remote, cell: int) -> None:
-        """cell: bytes of a cell, the job's."""
-        self._desk, self._remote, self._cell = desk, remote, cell
+    def __init__(self, desk: Desk, remote: Remote, cell: int, device: Device | None = None) -> None:
+        """cell: bytes of a cell, the job's. device: where arenas are to lie; None: in host memory."""
+        self._desk, self._remote, self._cell, self._device = desk, remote, cell, device
         self._thread: threading.Thread | None = None
         self._arenas: dict[str, LandingArena] = {}
         self._closed = False
@@ -111,15 +112,20 @@ class Lander:
         core, begun = self._desk.core, time.monotonic()
         model, _ = self._remote.layout(layout, begun + _ASK)
         specs, cells = _local(model, core.group.rank), self._cells(model)
-        self.memory = memory_for(landing_nbytes(specs, cells), f"the landing arena of {core.member} (2 slots)")
+        there = self._device is not None
+        self.memory = memory_for(
+            landing_nbytes(specs, cells, device=there), f"the landing arena of {core.member} (2 slots)",
+            device=self._device, on_device=landing_device_nbytes(specs) if there else 0,
+        )  # fmt: skip
         refuse_unfit(self.memory)
-        arena = LandingArena(specs, cells, self._cell, label=core.member)
+        arena = LandingArena(specs, cells, self._cell, label=core.member, device=self._device)
         with self._desk.changed:
             link = self._desk.link
             if self._closed or link is None or core.landing_due() != layout:
                 arena.close()
                 return
-            link.offer_landing(arena.arena_id, arena.fd, arena.table())
+            fd, *memory = arena.fds
+            link.offer_landing(arena.arena_id, fd, arena.table(), *memory)
             self._arenas[arena.arena_id] = arena
             said = Landing(arena=arena.arena_id, cells=cells, cell=self._cell, nbytes=arena.nbytes)
             core.new_landing(said, layout)

@@ -8,24 +8,39 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from elastic_reshard.errors import ArenaError
 
-__all__ = ["MemoryReport", "check_fits", "free_memory", "memory_for", "refuse_unfit"]
+if TYPE_CHECKING:
+    from elastic_reshard.arena.device import Device
+
+__all__ = ["DeviceReport", "MemoryReport", "check_fits", "free_memory", "memory_for", "refuse_unfit", "with_mover"]
 
 _PAGE = resource.getpagesize()
 
 
+class DeviceReport(TypedDict):
+    """Bytes of one device. device: its id. mover: what this member's mover takes there, its context included; 0 before it used
+    the device, or where that cannot be told."""
+
+    device: str
+    needed: int
+    free: int
+    total: int
+    mover: NotRequired[int]
+
+
 class MemoryReport(TypedDict):
-    """Bytes. free: by each limit that there is ("MemAvailable", "cgroup", "RLIMIT_AS"); limit: the tightest one's name.
-    landing: the same of the landing arena, beside a source's arena."""
+    """Bytes. free: of the host, by each limit that there is ("MemAvailable", "cgroup", "RLIMIT_AS"); limit: the tightest one's
+    name. landing: the same of the landing arena, beside a source's arena. device: of an arena on one."""
 
     what: str
     needed: int
     free: dict[str, int]
     limit: str
     landing: NotRequired[MemoryReport]
+    device: NotRequired[DeviceReport]
 
 
 def _number(path: Path) -> int | None:
@@ -93,16 +108,36 @@ def free_memory(root: Path = Path("/")) -> dict[str, int]:
     return {name: free for name, free in found.items() if free is not None}
 
 
-def memory_for(needed: int, what: str, root: Path = Path("/")) -> MemoryReport:
-    """What is free now beside the `needed` bytes of `what`, whether they fit or not."""
+def memory_for(
+    needed: int, what: str, root: Path = Path("/"), *, device: Device | None = None, on_device: int = 0
+) -> MemoryReport:
+    """What is free now beside the `needed` bytes of `what`, and those of it on a device, whether they fit or not."""
     free = free_memory(root)
     limit = min(free, key=lambda name: free[name], default="")
-    return {"what": what, "needed": needed, "free": free, "limit": limit}
+    report: MemoryReport = {"what": what, "needed": needed, "free": free, "limit": limit}
+    if device is not None:
+        left, total = device.free()
+        report["device"] = {"device": device.id, "needed": on_device, "free": left, "total": total}
+    return report
+
+
+def with_mover(report: MemoryReport | None, nbytes: int) -> MemoryReport | None:
+    """The report with what a mover takes of its device."""
+    if report is None or "device" not in report:
+        return report
+    return {**report, "device": {**report["device"], "mover": nbytes}}
 
 
 def refuse_unfit(report: MemoryReport) -> None:
     """ArenaError, naming all figures, if a limit of the report leaves less than what is needed."""
     what, needed, free, limit = report["what"], report["needed"], report["free"], report["limit"]
+    there = report.get("device")
+    if there is not None and there["free"] < there["needed"]:
+        raise ArenaError(
+            f"{what} needs {there['needed']} bytes ({there['needed'] / 2**30:.2f} GiB) on {there['device']}, but "
+            f"{there['free']} of its {there['total']} bytes are free ({there['free'] / 2**30:.2f} GiB); nothing was taken. "
+            'Join with stage="host", free device memory, or publish in a smaller wire_dtype'
+        )
     if limit and free[limit] < needed:
         figures = ", ".join(f"{name} leaves {n} bytes ({n / 2**30:.2f} GiB)" for name, n in free.items())
         raise ArenaError(
@@ -111,8 +146,10 @@ def refuse_unfit(report: MemoryReport) -> None:
         )
 
 
-def check_fits(needed: int, what: str, root: Path = Path("/")) -> MemoryReport:
+def check_fits(
+    needed: int, what: str, root: Path = Path("/"), *, device: Device | None = None, on_device: int = 0
+) -> MemoryReport:
     """The report for `needed` bytes of `what`. ArenaError, naming all figures, if a limit leaves less than that."""
-    report = memory_for(needed, what, root)
+    report = memory_for(needed, what, root, device=device, on_device=on_device)
     refuse_unfit(report)
     return report

@@ -8,7 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from elastic_reshard.arena.slots import SlotArena, nbytes_for
+from elastic_reshard.arena.device import Registered
+from elastic_reshard.arena.slots import SlotArena, device_nbytes_for, nbytes_for
 from elastic_reshard.errors import LayoutError, ProtocolError, PublicationAbandoned, RefitTimeout, SlotsBusy
 from elastic_reshard.log import logger
 from elastic_reshard.member.core import SlotState
@@ -16,6 +17,7 @@ from elastic_reshard.member.desk import Desk
 from elastic_reshard.member.filler import Filler
 from elastic_reshard.member.memory import MemoryReport, check_fits
 from elastic_reshard.member.remote import Remote
+from elastic_reshard.member.stage import Stage
 from elastic_reshard.member.tensors import Described
 from elastic_reshard.protocol.docs import PublicationDoc
 from elastic_reshard.protocol.hooks import hook
@@ -60,8 +62,17 @@ class Publication:
             doc = self._now()[1]
         return dict(doc.metrics) if doc is not None else {"publish_stall": self.stall}
 
+    def _closed(self) -> str:
+        """For messages: that windows may be what is waited for."""
+        doc, view = self._now()[1], self._desk.core.view
+        held = [t.members[p] for t in view.transfers.values() if doc and t.publication == doc.id for p in t.paused]
+        return (
+            f" It moves only while these have their windows open: {', '.join(held)} (`with m.idle():`)." if held else ""
+        )
+
     def wait(self, until: Literal["committed", "released"] = "committed", timeout: float = 60.0) -> int:
-        """Block until it is committed, or its slots are free; at most `timeout` seconds. Returns the weight_version.
+        """Block until it is committed, or its slots are free; at most `timeout` seconds. Returns the weight_version. This
+        member's window, if it has one, is open meanwhile: let nothing compute on its device.
 
         Raises PublicationAbandoned (it will never get there, and why), RefitTimeout, NotAMember."""
 
@@ -80,12 +91,13 @@ class Publication:
             state, _ = self._now()
             return (
                 f"publish {self.label!r} of {self._desk.core.member} was not {until} within {timeout} s: it is {state}"
-                f"{self._desk.silence()}. Missing ranks: {', '.join(self._desk.core.missing()) or 'none'}; engines: "
-                f"{', '.join(f'{g.name} {g.state}' for g in self._desk.core.view.groups.values()) or 'none'}"
+                f"{self._desk.silence()}.{self._closed()} Missing ranks: {', '.join(self._desk.core.missing()) or 'none'}; "
+                f"engines: {', '.join(f'{g.name} {g.state}' for g in self._desk.core.view.groups.values()) or 'none'}"
             )
 
-        with self._desk.changed:
-            return self._desk.wait(there, time.monotonic() + timeout, late)
+        deadline = time.monotonic() + timeout
+        with self._desk.turns.open(deadline), self._desk.changed:
+            return self._desk.wait(there, deadline, late)
 
 
 def _check_extras(extras: Mapping[str, Any] | None) -> None:
@@ -104,31 +116,43 @@ def _check_extras(extras: Mapping[str, Any] | None) -> None:
 class Publisher:
     """The source side of one member. One publish at a time."""
 
-    def __init__(self, desk: Desk, filler: Filler, remote: Remote, deadline: float) -> None:
+    def __init__(self, desk: Desk, filler: Filler, remote: Remote, deadline: float, stage: Stage) -> None:
         """Describe the tensors, check that the arena's memory is there, tell the layout. Blocks until `deadline` at most."""
-        self._desk, self._filler, self._remote = desk, filler, remote
+        self._desk, self._filler, self._remote, self._stage = desk, filler, remote, stage
+        self._registered: Registered | None = None
         self._busy = threading.Lock()
         self._arena: SlotArena | None = None
         described = filler.describe()
         filler.release()
         self._described = described
+        stage.take(described.device)
         remote.put_fragment(described.body, deadline)
         desk.core.source = described.fragment
         self.memory: MemoryReport = self._make_arena(described)
 
     def _make_arena(self, described: Described) -> MemoryReport:
         """Two slots of the member's own bytes in wire dtypes. ArenaError, naming figures, if they do not fit."""
-        core = self._desk.core
-        needed = nbytes_for(described.specs, _SLOTS)
-        report = check_fits(needed, f"the arena of {core.member} ({_SLOTS} slots)")
-        self._arena = SlotArena(described.specs, _SLOTS, label=core.member)
+        core, device = self._desk.core, self._stage.of(described.device)
+        there = device is not None
+        report = check_fits(
+            nbytes_for(described.specs, _SLOTS, device=there), f"the arena of {core.member} ({_SLOTS} slots)",
+            device=device, on_device=device_nbytes_for(described.specs, _SLOTS) if there else 0,
+        )  # fmt: skip
+        self._arena = SlotArena(described.specs, _SLOTS, label=core.member, device=device)
+        if described.device is not None and not there:
+            self._registered = described.device.host(self._arena._arena.bytes)
         core.new_arena(self._arena.arena_id, _SLOTS)
         return report
 
     def offer_arena(self) -> None:
         """Hand the arena's descriptor to the host's watchdog."""
         if self._desk.link is not None and self._arena is not None:
-            self._desk.link.offer(self._arena.arena_id, self._arena.fd, self._arena.table())
+            fd, *memory = self._arena.fds
+            self._desk.link.offer(self._arena.arena_id, fd, self._arena.table(), *memory)
+
+    def close(self) -> None:
+        """Let go of the arena: what was offered stays with the watchdog. May be called again."""
+        self._arena = self._registered = None
 
     def publish(self, label: str | None, extras: Mapping[str, Any] | None, timeout: float) -> Publication:
         """See `Member.publish`."""
@@ -198,7 +222,13 @@ class Publisher:
                 f"{self._desk.silence()}. Publish again later, or look at the groups that hold them"
             )
 
+        # The window is opened only where a mover has to free a slot: whoever opens it may have to wait for that mover.
         with self._desk.changed:
+            self._desk.check()
+            slot = free()
+        if slot is not None:
+            return slot
+        with self._desk.turns.open(deadline), self._desk.changed:
             try:
                 return self._desk.wait(free, deadline, late)
             except RefitTimeout as error:
@@ -208,6 +238,10 @@ class Publisher:
 
     def _accept(self, described: Described, seq: int, deadline: float) -> None:
         """The tensors changed. A changed layout is examined before anything is copied; new memory alone is no matter."""
+        if described.device is not self._described.device:
+            raise LayoutError(
+                f"the tensors of {self._desk.core.member} are on another device than when it joined; join again"
+            )
         if described.fragment == self._described.fragment:
             self._described = described
             return

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from elastic_reshard.arena.copies import Copies
+from elastic_reshard.arena.device import Device, Registered, Stream
 from elastic_reshard.arena.slots import SlotReader
 from elastic_reshard.collective.fragments import Fragment
 from elastic_reshard.errors import ArenaError, LayoutError, LayoutMismatch, RefitError, Violation
@@ -66,18 +67,27 @@ class Request:
 
 @dataclass(eq=False)
 class _Step:
-    """Copies that run together; with a function, those of one tensor and the tensor itself."""
+    """Copies that run together; with a function, those of one tensor and the tensor itself. in_host: it lies in host memory,
+    so that what a device copies there has to be waited for."""
 
     copies: list[Copies]
     name: str = ""
     tensor: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     gaps: bool = False  # no region covers all of it
+    in_host: bool = False
+
+    def streams(self) -> dict[tuple[str, int], Stream]:
+        """What it would be launched on now."""
+        currents = {d.id: d.current() for d in (c.device for c in self.copies) if d is not None}
+        return {(device, stream.handle): stream for device, stream in currents.items()}
 
     def run(self) -> None:
         if self.gaps:
             self.tensor.zero_()
         for copies in self.copies:
             copies.run()
+        for stream in self.streams().values() if self.in_host else ():
+            stream.synchronize()
 
 
 @dataclass(eq=False)
@@ -127,20 +137,21 @@ class Prepared:
         return [slot.member for slot in self._landed if slot.lapsed()]
 
     def run(self) -> int:
-        """Copy everything, in this thread; returns bytes read. Blocks for the copy (and the user's function).
+        """Copy everything, in this thread and on its current stream of a device; returns bytes read. Blocks until all is copied
+        (and for the user's function).
 
         Raises what the function raises, and RefitError if it didn't take every tensor; either way, and also by
         KeyboardInterrupt, tensors may be half new: repeat it whole.
         """
-        if self._install is None:
-            for step in self._steps:
-                step.run()
-            return self.nbytes
         handing = _Handing(self._steps)
         try:
+            if self._install is None:
+                for _ in handing:
+                    pass
+                return self.nbytes
             self._install(iter(handing))
         finally:
-            handing.over = True
+            handing.end()
         if handing.taken <= len(self._steps):
             raise RefitError(
                 f"the install function returned after {handing.taken} of {len(self._steps)} tensors without asking for "
@@ -154,6 +165,7 @@ class _Handing:
 
     def __init__(self, steps: list[_Step]) -> None:
         self._steps, self.taken, self.over = steps, 0, False
+        self._streams: dict[tuple[str, int], Stream] = {}  # a user's function may change the current one
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self
@@ -167,16 +179,24 @@ class _Handing:
         if at >= len(self._steps):
             raise StopIteration
         step = self._steps[at]
+        self._streams.update(step.streams())
         step.run()
         return step.name, step.tensor.detach()  # another object each time: the user may reshape it
+
+    def end(self) -> None:
+        """Wait for what was launched: slots may be written again, and generations are compared, only after that."""
+        self.over = True
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 class Puller:
     """Fills one destination rank's live tensors (`tensors`), or hands named tensors to `install`. One thread at a time.
 
     With `install`, `given` is the destination's layout, and tensors are assembled one at a time in a buffer as large as
-    the largest, or refused with ArenaError if that is more than `limit` bytes; a tensor is whole when it is handed out, and
-    valid until the next is asked for. Without it, `given` is None for DTensors and whole plain tensors.
+    the largest, or refused with ArenaError if that is more than `limit` bytes; a tensor is whole when it is handed out
+    (in the order of the current stream, on a device), and valid until the next is asked for. device: where that buffer
+    lies. Without it, `given` is None for DTensors and whole plain tensors.
     """
 
     def __init__(
@@ -189,13 +209,16 @@ class Puller:
         correspondences: tuple[Correspondence, ...] | None = None,
         limit: int | None = None,
         renumber: Mapping[int, int] | None = None,
+        device: Device | None = None,
     ) -> None:
         if (tensors is None) == (install is None) or (install is not None and given is None):
             raise LayoutError("give either `tensors` to be filled in place, or `install` together with a layout")
         extra = {} if correspondences is None else {"correspondences": correspondences_to_data(correspondences)}
         self._tensors = MemberTensors(tensors, given, rank, None, renumber, extra) if tensors is not None else None
         self._rank, self._given, self._install, self._limit, self._extra = rank, given, install, limit, extra
+        self.device = device  # the one that the tensors, or the buffer, are on; None: the CPU
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._registered: dict[Device, Registered] = {}
         self._slices: OrderedDict[Hashable, _Piece] = OrderedDict()
         self._bound: OrderedDict[Hashable, _Bound] = OrderedDict()
 
@@ -205,6 +228,7 @@ class Puller:
         Raises LayoutMismatch (every violation), a LayoutError."""
         if self._tensors is not None:
             described = self._tensors.look().described
+            self.device = described.device
             return described.body, described.fragment
         body = Fragment({}, self._given).to_data() | self._extra
         return body, fragment_id(body)
@@ -243,6 +267,12 @@ class Puller:
         gone = [key for key in self._bound if any(r is reader for _, r, _ in key[1])]  # type: ignore[index]
         for key in gone:
             del self._bound[key]
+
+    def close(self) -> None:
+        """Let go of the buffer and of everything bound. May be called again."""
+        self._bound.clear()
+        self._registered.clear()
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def _slice(self, key: Hashable, request: Request) -> _Piece:
         """What this rank pulls. Source rank r is member r, destination rank r is member `sources` + r, one domain."""
@@ -284,13 +314,19 @@ class Puller:
         for member, number in piece.landed.items():
             slot = request.landed[number]
             peers[member] = SlotViews("the destination", slot.rank, slot.reader, slot.slot, request.destination)
+        there = self._devices_of(request)
         if look is not None:
+            if there and look.described.device is None:
+                raise ArenaError(
+                    f"rank {self._rank} has its tensors on the CPU, but slots of this host lie on {there[0].id}; nothing was "
+                    'read. Let those members join with stage="host"'
+                )
             local = look.local()
             _refuse_unlike(request.destination, local, self._rank)
             targets = {(0, name): unowned(t) for name, t in local.items()}
             steps = [_Step(_copies(piece.slice, targets, peers))]
         else:
-            steps = self._steps(piece.slice, request.destination, peers)
+            steps = self._steps(piece.slice, request.destination, peers, there)
         legs = piece.slice.legs
         read = np.unique(legs.peer[~legs.out]).tolist()
         ranks = tuple(member for member in read if member < piece.sources)
@@ -298,9 +334,20 @@ class Puller:
         state = look.described.state if look is not None else ()
         return _Bound(state, steps, ranks, landed, sum(c.nbytes for step in steps for c in step.copies))
 
-    def _steps(self, piece: Slice, destination: ModelLayout, peers: dict[int, PeerViews]) -> list[_Step]:
-        """One for each tensor that this rank has a part in, in the order of the model."""
+    @staticmethod
+    def _devices_of(request: Request) -> list[Device]:
+        readers = [o.reader for o in request.origins.values()] + [slot.reader for slot in request.landed]
+        return list({reader.device: None for reader in readers if reader.device is not None})
+
+    def _steps(
+        self, piece: Slice, destination: ModelLayout, peers: dict[int, PeerViews], there: list[Device]
+    ) -> list[_Step]:
+        """One for each tensor that this rank has a part in, in the order of the model. there: devices that slots lie on."""
         self._make_buffer(destination)
+        if self.device is None and self._buffer.numel():
+            for device in there:
+                if device not in self._registered:
+                    self._registered[device] = device.host(self._buffer.numpy())
         order = np.argsort(piece.legs.tensor, kind="stable")
         bounds = np.searchsorted(piece.legs.tensor, np.arange(len(piece.tensors) + 1), sorter=order).tolist()
         steps = []
@@ -312,7 +359,8 @@ class Puller:
             nbytes = _local_nbytes(destination, ref.name, self._rank)
             tensor = self._buffer[:nbytes].view(torch_dtype(layout.dtype)).view(shape)
             copies = _copies(_only(piece, ref, order[bounds[t] : bounds[t + 1]]), {(0, ref.name): tensor}, peers)
-            steps.append(_Step(copies, ref.name, tensor, sum(c.nbytes for c in copies) < nbytes))
+            gaps = sum(c.nbytes for c in copies) < nbytes
+            steps.append(_Step(copies, ref.name, tensor, gaps, self.device is None))
         return steps
 
     def _make_buffer(self, destination: ModelLayout) -> None:
@@ -322,7 +370,17 @@ class Puller:
                              f"{self._limit}; raise its limit, or install in place")  # fmt: skip
         if self._buffer.numel() < needed:
             self._bound.clear()  # their tensors lie in the old one
-            self._buffer = torch.zeros(needed, dtype=torch.uint8)  # touched now, not in the pause
+            self._registered.clear()
+            self._buffer = _zeros(needed, self.device)  # touched now, not in the pause
+
+
+def _zeros(nbytes: int, device: Device | None) -> torch.Tensor:
+    if device is None:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+    found = device.tensor(device.scratch(nbytes).strided(0, (nbytes,), (1,), 1), torch.uint8)
+    found.zero_()
+    device.current().synchronize()  # a user's function may have another stream write to it
+    return found
 
 
 def _keep(cache: OrderedDict[Hashable, Any], key: Hashable, value: Any) -> None:

@@ -42,6 +42,7 @@ class Remote:
 
     def __init__(self, url: str, token: str | None, runtime: Path | None) -> None:
         self.url, self.runtime = places.base_url(url), runtime
+        self._address: places.Address | None = None  # once the job's name is known
         self.token = token or os.environ.get(places.TOKEN_VARIABLE) or self._kept_token()
         self._sides: dict[str, Side] = {}
         self._said: dict[str, Mapping[str, Any]] = {}
@@ -58,12 +59,15 @@ class Remote:
 
     def _client(self, deadline: float) -> SupervisorClient:
         left = max(0.05, deadline - time.monotonic())
+        if self._address is not None and self._address.look():
+            self.url = self._address.url
         return SupervisorClient(self.url, self.token, timeout=min(_CALL, left), patience=left)
 
     def about(self, deadline: float) -> About:
         """What the supervisor says of its job."""
         with self._client(deadline) as client:
             health = client.health()
+        self._address = places.Address(self.url, str(health["job"]), self.runtime)
         return About(str(health["job"]), Deadlines(**health["deadlines"]), int(health.get("cell", _CELL)))
 
     def put_fragment(self, body: Mapping[str, Any], deadline: float) -> None:

@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,35 +30,37 @@ from pydantic import ValidationError
 from elastic_reshard.errors import JoinRefused, LayoutError, NotAMember, RefitTimeout
 from elastic_reshard.layout import Correspondence, ModelLayout
 from elastic_reshard.log import logger
+from elastic_reshard.member.arguments import Group, check_arguments
 from elastic_reshard.member.core import MemberCore
 from elastic_reshard.member.desk import Desk
 from elastic_reshard.member.filler import Filler
 from elastic_reshard.member.installer import Installer
-from elastic_reshard.member.memory import MemoryReport
+from elastic_reshard.member.memory import MemoryReport, with_mover
 from elastic_reshard.member.publisher import Publication, Publisher
 from elastic_reshard.member.puller import Install, Puller
 from elastic_reshard.member.remote import Remote
+from elastic_reshard.member.stage import (
+    Stage,
+    StageName,
+    Turns,
+    WindowName,
+    callers_device,
+    stated,
+)
 from elastic_reshard.member.tensors import Tensors, Wire
 from elastic_reshard.member.watcher import Event, Watcher
+from elastic_reshard.mover.networks import networks_of
 from elastic_reshard.protocol import ids
 from elastic_reshard.protocol.base import Role
 from elastic_reshard.protocol.docs import MemberState, PublicationDoc
 from elastic_reshard.protocol.messages import GroupSpec
+from elastic_reshard.protocol.window import Window
 from elastic_reshard.watchdog.link import HostLink
 from elastic_reshard.watchdog.start import HostConfig
 
 __all__ = ["Group", "Member", "join"]
 
 _log = logger("member")
-
-
-@dataclass(frozen=True)
-class Group:
-    """Members that stand and fall together: a trainer gang, or an engine. This one is rank `rank` of `size`."""
-
-    name: str
-    size: int
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ def join(
     token: str | None = None,
     runtime: str | os.PathLike[str] | None = None,
     renumber: Mapping[int, int] | None = None,
+    stage: StageName = "auto",
+    window: WindowName | None = None,
     deadline: float = 120.0,
 ) -> Member:
     """Become a member of the job at `url` ("HOST:PORT" or a URL). Every rank of the group calls it; returns when all are
@@ -103,13 +108,19 @@ def join(
         `install_buffer` bytes, instead of filling `tensors` in place; needs `layout`.
     host: label of this machine; members with one label share memory. token: the job's, else $ELASTIC_RESHARD_TOKEN, else what
         the supervisor left in the runtime folder. runtime: that folder, where the host's watchdog has its socket.
+    stage: where arenas lie. "auto": where the tensors are; "device": the same, refused for CPU tensors; "host": in host memory,
+        registered with the GPU of the tensors, for engines without room there.
+    window: when this member's mover may work. "paused": only inside `install`, `receive`, `Publication.wait`, a
+        `publish` that waits for a slot, and `with m.idle():`; "anytime". None: as "paused" where arenas and the network both
+        use the device, else at any time.
 
-    Raises JoinRefused (naming every layout violation), Unauthorized, ArenaError (memory that does not fit), LayoutError,
-    SupervisorUnreachable, RefitTimeout (naming the ranks that are not there). After any of these nothing is left behind.
+    Raises JoinRefused (naming every layout violation, or CUDA MPS), Unauthorized, ArenaError (memory that does not fit, on
+    the host or the GPU, with figures), LayoutError, SupervisorUnreachable, RefitTimeout (naming the ranks that are not
+    there). After any of these nothing is left behind.
     """
     end = time.monotonic() + deadline
     wanted = frozenset(roles) | ({role} if role is not None else frozenset())
-    _check_arguments(wanted, group, install, tensors, layout, destination_tensors)
+    check_arguments(wanted, group, install, tensors, layout, destination_tensors, stage, window)
     remote = Remote(url, token, Path(runtime) if runtime is not None else None)
     about = remote.about(end)
     label = host or re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:128]
@@ -124,7 +135,9 @@ def join(
         sides = (sides[1], sides[0])
     member = Member(Desk(core), remote)
     try:
-        member._prepare(sides, wire_dtype, install, install_buffer, correspondences, renumber, about.cell, end)
+        where = Stage(core.member, stage)
+        member._prepare(sides, wire_dtype, install, install_buffer, correspondences, renumber, about.cell, end, where)
+        member._take_turns(where, window)
         config = HostConfig(
             job=about.job, host=label, url=remote.url, token=remote.token, runtime=remote.runtime,
             deadlines=about.deadlines,
@@ -135,35 +148,6 @@ def join(
         member._abandon()
         raise
     return member
-
-
-def _check_arguments(
-    roles: frozenset[Role],
-    group: Group,
-    install: Install | None,
-    tensors: Tensors | None,
-    layout: ModelLayout | None,
-    destination_tensors: Tensors | None,
-) -> None:
-    faults = []
-    if not roles or not roles <= {"source", "destination"}:
-        faults.append(f'roles are "source" and "destination", not {sorted(roles)}')
-    if not 0 <= group.rank < group.size:
-        faults.append(f"rank {group.rank} is none of a group of {group.size}")
-    if "source" in roles and tensors is None:
-        faults.append("a source gives its tensors")
-    both = len(roles) == 2
-    if "destination" in roles:
-        filled = destination_tensors if both else tensors
-        if (filled is None) == (install is None):
-            what = "destination_tensors" if both else "tensors"
-            faults.append(
-                f"a destination gives either {what}, to be filled in place, or install together with a layout"
-            )
-    if install is not None and "destination" not in roles:
-        faults.append("install is for destinations")
-    if faults:
-        raise LayoutError("join cannot work: " + "; ".join(faults))
 
 
 class Member:
@@ -189,20 +173,31 @@ class Member:
         renumber: Mapping[int, int] | None,
         cell: int,
         deadline: float,
+        stage: Stage,
     ) -> None:
         core = self._desk.core
         source, destination = sides
         if "source" in core.roles and source.tensors is not None:
             filler = Filler(source.tensors, source.layout, wire, core.group.rank, renumber)
-            self._publisher = Publisher(self._desk, filler, self._remote, deadline)
+            self._publisher = Publisher(self._desk, filler, self._remote, deadline, stage)
         if "destination" in core.roles:
             puller = Puller(
                 core.group.rank, tensors=destination.tensors if install is None else None, given=destination.layout,
                 install=install, correspondences=tuple(correspondences) if correspondences is not None else None,
-                limit=limit, renumber=renumber,
+                limit=limit, renumber=renumber, device=callers_device(stage.wanted) if install is not None else None,
             )  # fmt: skip
-            self._installer = Installer(self._desk, puller, self._remote, cell, deadline)
+            self._installer = Installer(self._desk, puller, self._remote, cell, deadline, stage)
             self._desk.on_view = self._installer.lander.attend
+
+    def _take_turns(self, stage: Stage, window: WindowName | None) -> None:
+        """Know what to state of the device, and make the window if there is to be one."""
+        core = self._desk.core
+        core.window, core.device = stated(window, stage), stage.device.id if stage.device is not None else ""
+        core.networks = networks_of(stage.device, arenas=stage.on_device)
+        if stage.device is not None or core.window != "anytime":
+            self._desk.turns = Turns(core.member, Window())
+        _log.info("member.stage", member=core.member, device=core.device, window=core.window, networks=core.networks,
+                  memory=self.memory)  # fmt: skip
 
     def _attach(self, config: HostConfig, deadline: float) -> None:
         desk = self._desk
@@ -216,6 +211,8 @@ class Member:
                 desk.say()
             if desk.on_view is not None:
                 desk.on_view()
+        if self._desk.turns.window is not None:
+            link.offer_window(self._desk.turns.window.fd)
         if self._publisher is not None:
             self._publisher.offer_arena()
 
@@ -264,9 +261,12 @@ class Member:
     def memory(self) -> MemoryReport | None:
         """Bytes of a source's arena, and what was free before it was made; under "landing" the same of the landing arena, of a
         destination whose weights come from other hosts. A destination alone has only the latter, None before it is wanted.
-        Where `needed` is more than is free it was not made, and `install` and `watch` raise ArenaError."""
+        Where `needed` is more than is free it was not made, and `install` and `watch` raise ArenaError. Under "device" the same
+        of an arena on a GPU, and what the mover takes there."""
         own = self._publisher.memory if self._publisher is not None else None
         landing = self._installer.lander.memory if self._installer is not None else None
+        if self._desk.turns.window is not None and self._desk.turns.window.memory:
+            own, landing = (with_mover(report, self._desk.turns.window.memory) for report in (own, landing))
         if own is None or landing is None:
             return own or landing
         return {**own, "landing": landing}
@@ -298,7 +298,15 @@ class Member:
         """
         if self._installer is None:
             raise NotAMember(f"{self.id} is no destination; join with role='destination'")
-        return self._installer.install(timeout)
+        deadline = time.monotonic() + timeout
+        with self._desk.turns.open(deadline):
+            return self._installer.install(timeout)
+
+    def idle(self, timeout: float = 60.0) -> AbstractContextManager[None]:
+        """`with m.idle():` around what this process computes nothing in: its mover may use the device meanwhile. The end
+        blocks until the mover is outside again, at most `timeout` seconds; that it is not then is a log event. Any thread,
+        also several. Does nothing for a member without a window."""
+        return self._desk.turns.idle(timeout)
 
     @property
     def last_install(self) -> Mapping[str, Any]:
@@ -331,9 +339,10 @@ class Member:
             return found
 
         while True:
-            with self._desk.changed:
-                self._desk.wait(ready, deadline, late)
-            result = self.install(max(0.1, deadline - time.monotonic()))
+            with self._desk.turns.open(deadline):
+                with self._desk.changed:
+                    self._desk.wait(ready, deadline, late)
+                result = self.install(max(0.1, deadline - time.monotonic()))
             if result["changed"]:
                 return int(result["weight_version"])
             # A supervisor that has just started again did not know yet what the group serves.
@@ -409,8 +418,11 @@ class Member:
                 self._desk.changed.notify_all()
             if link is not None:
                 link.close(graceful=graceful)
+            self._desk.turns.close()
             if self._installer is not None:
                 self._installer.close()
+            if self._publisher is not None:
+                self._publisher.close()
 
     def __enter__(self) -> Self:
         return self

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from elastic_reshard.arena.copies import raw
+from elastic_reshard.arena.device import Device
+from elastic_reshard.arena.devices import device_of, strided_of
 from elastic_reshard.collective.fragments import Fragment, describe, fingerprint, local_tensors
-from elastic_reshard.errors import LayoutMismatch, Violation
+from elastic_reshard.errors import ArenaError, LayoutMismatch, Violation
 from elastic_reshard.layout import ModelLayout, TensorLayout
 from elastic_reshard.layout.dtensor import dtype_name, torch_dtype
 from elastic_reshard.layout.dtypes import is_castable
@@ -27,6 +29,7 @@ __all__ = ["Described", "Look", "MemberTensors", "Tensors", "Wire", "unowned"]
 Tensors = Mapping[str, torch.Tensor] | Callable[[], Mapping[str, torch.Tensor]]
 # A dtype for every castable tensor, or for those named; None: no cast.
 Wire = torch.dtype | Mapping[str, torch.dtype] | None
+_KINDS: Final = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +37,14 @@ class Described:
     """What a rank says of one side, as long as `state` doesn't change.
 
     body, fragment: the fragment as JSON-ready data with *wire* dtypes, and its content id. specs: shape of each local
-    tensor and its wire dtype, which is what a slot holds.
+    tensor and its wire dtype, which is what a slot holds. device: the one that they are on, None for the CPU.
     """
 
     state: tuple[object, ...]
     body: dict[str, Any]
     fragment: str
     specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    device: Device | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +55,8 @@ class Look:
     tensors: Mapping[str, torch.Tensor]
 
     def local(self) -> dict[str, torch.Tensor]:
-        """Local tensors, plain and on the CPU; ArenaError, naming it, for one that can't be copied from there."""
-        return local_tensors(self.tensors)
+        """Local tensors, plain; ArenaError, naming it, for one that can't be copied from where it is."""
+        return local_tensors(self.tensors, _KINDS)
 
 
 class MemberTensors:
@@ -97,12 +101,12 @@ class MemberTensors:
             wired = Fragment({name: self._told(name, x, faults) for name, x in said.layouts.items()}, None)
         if faults:
             raise LayoutMismatch(faults)
+        local = local_tensors(tensors, _KINDS)
         specs = {
-            name: (tuple(t.shape), torch_dtype(self._dtype(name, dtype_name(t.dtype), [])))
-            for name, t in local_tensors(tensors).items()
+            name: (tuple(t.shape), torch_dtype(self._dtype(name, dtype_name(t.dtype), []))) for name, t in local.items()
         }
         body = wired.to_data() | self._extra
-        return Described(state, body, fragment_id(body), specs)
+        return Described(state, body, fragment_id(body), specs, _device(local))
 
     def _told(
         self, name: str, x: TensorLayout | tuple[tuple[int, ...], str], faults: list[Violation]
@@ -126,6 +130,20 @@ class MemberTensors:
         return has
 
 
+def _device(local: Mapping[str, torch.Tensor]) -> Device | None:
+    """The one device that all tensors are on. ArenaError if there are several, or some are on the CPU."""
+    found: dict[Device | None, list[str]] = {}
+    for name, tensor in local.items():
+        if tensor.numel():
+            found.setdefault(device_of(tensor), []).append(name)
+    if len(found) > 1:
+        where = "; ".join(
+            f"{device.id if device else 'CPU'}: {', '.join(names[:4])}" for device, names in found.items()
+        )
+        raise ArenaError(f"tensors of one member must be on one device, these are on {len(found)} ({where}); move them")
+    return next(iter(found), None)
+
+
 class _Memory:
     """An array's memory, without the array."""
 
@@ -136,9 +154,12 @@ class _Memory:
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, *not* kept alive: for prepared copies that run only while somebody holds the tensor itself.
 
-    ArenaError for lazy conj or neg views and for tensors of other devices.
+    ArenaError for lazy conj or neg views.
     """
     if tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    memory = _Memory(dict(raw(tensor).__array_interface__))
+    device = device_of(tensor)
+    if device is not None:
+        return device.tensor(replace(strided_of(tensor), owner=None), tensor.dtype)
+    memory = _Memory(dict(np.asarray(raw(tensor)).__array_interface__))
     return torch.from_numpy(np.asarray(memory)).view(tensor.dtype)

@@ -18,16 +18,22 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from elastic_reshard.arena import DomainChannel, HostArena
+from elastic_reshard.arena import DomainChannel
+from elastic_reshard.arena.device import Registered
 from elastic_reshard.arena.landing import LandingSlot
 from elastic_reshard.arena.slots import SlotReader
 from elastic_reshard.errors import ArenaError, PlanError, TransferError
 from elastic_reshard.layout.model import ModelLayout
+from elastic_reshard.mover.fast import NETWORKS, Lane
 from elastic_reshard.mover.gate import Gate
+from elastic_reshard.mover.staging import Staging
 from elastic_reshard.plan import CellGrid, Kind, Plan, Slice
+from elastic_reshard.plan.m2n import Fast, FastPart, fast_part, without
 from elastic_reshard.protocol import bits
 from elastic_reshard.protocol.docs import TransferDoc
+from elastic_reshard.protocol.window import Turn
 from elastic_reshard.transport import Network, PeerViews, Program, SlotViews, StagingPlan, Views, bind, run
+from elastic_reshard.transport.network import GroupedNetwork
 from elastic_reshard.transport.views import Key
 
 __all__ = ["Bound", "Carried", "Origin", "Page", "Part", "Staging", "bind_part", "carry", "part_of"]
@@ -75,6 +81,7 @@ class Part:
     own: _Cells
     basis: npt.NDArray[np.bool_]
     source_rank: Mapping[int, int] = field(default_factory=dict)  # by position
+    fast: FastPart | None = None  # what M2N moves before the rounds; then it is not in `slice`
 
     @property
     def position(self) -> int:
@@ -97,6 +104,16 @@ class Part:
         return legs.round[rows], at, np.where(legs.kind[rows] == Kind.NET, self.slice.nbytes[rows], 0)
 
     @cached_property
+    def senders(self) -> list[dict[int, int]]:
+        """In each round: network bytes by the position of who sends them."""
+        legs = self.slice.legs
+        rows = np.flatnonzero(~legs.out & (legs.cell >= 0) & (legs.kind == Kind.NET))
+        found: list[dict[int, int]] = [{} for _ in range(self.slice.rounds)]
+        for number, peer, nbytes in zip(legs.round[rows], legs.peer[rows], self.slice.nbytes[rows], strict=True):
+            found[number][int(peer)] = found[number].get(int(peer), 0) + int(nbytes)
+        return found
+
+    @cached_property
     def landing(self) -> list[_Cells]:
         """Own cells that land in each round, by index."""
         round_, at, _ = self._arriving
@@ -114,14 +131,26 @@ class Part:
         """Positions of the members of this host whose source slots are read."""
         legs = self.slice.legs
         near = legs.peer[~legs.out & ((legs.kind == Kind.LOCAL) | (legs.kind == Kind.SELF))]
-        sends = legs.out & (legs.way >= 0)
-        return frozenset(np.unique(near).tolist()) | (frozenset({self.position}) if sends.any() else frozenset())
+        sends = (legs.out & (legs.way >= 0)).any() or any(self.rank in call.source.ranks for call in self.calls)
+        return frozenset(np.unique(near).tolist()) | (frozenset({self.position}) if sends else frozenset())
 
     @cached_property
     def lands(self) -> bool:
         """Whether it needs its landing slot: cells land, or are sent from there."""
         legs = self.slice.legs
-        return bool((~legs.out).any() or (legs.out & (legs.way < 0)).any())
+        fast = any(self.rank in call.destination.ranks for call in self.calls)
+        return fast or bool((~legs.out).any() or (legs.out & (legs.way < 0)).any())
+
+    @property
+    def calls(self) -> tuple[Fast, ...]:
+        """Of M2N; none where it is not used."""
+        return self.fast.calls if self.fast is not None else ()
+
+    @property
+    def to_land(self) -> int:
+        """Cells that are to land in this member."""
+        fast = [call.cells_of(self.rank) for call in self.calls if self.rank in call.destination.ranks]
+        return sum(map(len, self.landing)) + sum(last - first for first, last in fast)
 
 
 def part_of(doc: TransferDoc, plan: Plan, member: str) -> Part:
@@ -132,6 +161,9 @@ def part_of(doc: TransferDoc, plan: Plan, member: str) -> Part:
     whole = plan.slice(position)
     moves = ~whole.legs.install
     piece = Slice(position, whole.plan, whole.tensors, whole.legs.take(moves), whole.message[moves], whole.rounds)
+    fast = fast_part(plan) if doc.network in NETWORKS else None
+    if fast is not None:
+        piece = without(piece, fast.tensors)
     model, destination, target = plan.sources[0].layout, None, 0
     grid: CellGrid | None = None
     for party in plan.destinations:
@@ -154,6 +186,7 @@ def part_of(doc: TransferDoc, plan: Plan, member: str) -> Part:
         own,
         np.unpackbits(raw, count=len(own)).astype(np.bool_),
         ranks_of,
+        fast,
     )
 
 
@@ -164,6 +197,7 @@ class Bound:
     part: Part
     program: Program
     traffic: list[tuple[int, int]]  # bytes sent and received in each round
+    registered: Registered | None = None  # of its staging, which a larger part may have taken the place of
 
 
 def bind_part(part: Part, origins: Mapping[int, Origin], landing: LandingSlot | None, staging: Staging) -> Bound:
@@ -181,17 +215,17 @@ def bind_part(part: Part, origins: Mapping[int, Origin], landing: LandingSlot | 
         mine = peers[part.position]
         names = [name for name, layout in model.items() if layout.local_shape(rank) is not None]
         held = {(0, name): mine.tensor(_source(name)) for name in names}
-    plan = StagingPlan(part.slice, Views(held, _targets(part, landing)), staging.limit)
+    plan = StagingPlan(part.slice, Views(held, _targets(part, landing)), staging.limit, wire=staging.wire)
     program = bind(plan, staging.of(plan.nbytes), peers, part.slice.rounds)
     rank_of = {at: number for number, at in enumerate(part.present)}
     traffic = []
     for r in program.rounds:
         for message in (*r.sends, *r.receives):
             message.peer = rank_of[message.peer]
-        sent, received = (sum(m.buffer.numel() for m in side) for side in (r.sends, r.receives))
+        sent, received = (sum(m.nbytes for m in side) for side in (r.sends, r.receives))
         traffic.append((sent, received))
     # Sources stand still: who pulls from one needs no word of its owner, and says none.
-    return Bound(part, Program(program.rounds, set(), set(), program.staging_bytes), traffic)
+    return Bound(part, Program(program.rounds, set(), set(), program.staging_bytes), traffic, staging.registered)
 
 
 def _source(name: str) -> Key:
@@ -235,24 +269,10 @@ def _targets(part: Part, landing: LandingSlot | None) -> dict[tuple[int, str], t
     return found
 
 
-class Staging:
-    """Memory for what cannot go straight from slot to slot; kept, and made anew only to grow."""
-
-    def __init__(self, limit: int = 64 << 20) -> None:
-        self.limit = limit
-        self._arena: HostArena | None = None
-
-    def of(self, nbytes: int) -> HostArena | None:
-        """At least so many bytes; None for none."""
-        if nbytes and (self._arena is None or self._arena.nbytes < nbytes):
-            self._arena = HostArena(nbytes, "mover staging")
-        return self._arena if nbytes else None
-
-
 @dataclass
 class Carried:
     """What a run moved: bytes in rounds that were completed, of cells now marked; resent: of those received, what was here
-    before. complete: all rounds were run."""
+    before. complete: all rounds were run. to_land: cells that are to land; links: bytes received, by the host they are from."""
 
     sent: int = 0
     received: int = 0
@@ -261,6 +281,8 @@ class Carried:
     seconds: float = 0.0
     complete: bool = False
     rounds: int = 0
+    to_land: int = 0
+    links: dict[str, int] = field(default_factory=dict)
 
 
 class _Watch:
@@ -268,9 +290,13 @@ class _Watch:
 
     def __init__(
         self, bound: Bound, origins: Mapping[int, Origin], landing: LandingSlot | None, gate: Gate, page: Page,
-        carried: Carried, begins: Callable[[], None], full: bool, salt: int,
+        carried: Carried, begins: Callable[[], None], full: bool, salt: int, hosts: Sequence[str], turn: Turn | None,
+        ahead: bool,
     ) -> None:  # fmt: skip
-        self.full, self.salt = full, salt
+        self.full, self.salt, self._hosts = full, salt, hosts
+        self._turn, self.ahead = turn, ahead
+        self._flying: set[int] = set()  # rounds that were begun and have not landed
+        self._shut = False  # it has said that it waits for its member's window
         self._begins = begins
         self._bound, self._part, self._gate, self._page = bound, bound.part, gate, page
         self._origins = {at: origins[at] for at in bound.part.reads}
@@ -287,11 +313,25 @@ class _Watch:
 
     def may_begin(self, number: int) -> bool:
         self.waiting(None, -1)
-        may = self._gate.may_begin(number)
+        may = self._gate.may_begin(number, self._enter)
+        if self._shut:
+            self._shut = False
+            self._page.waiting(None)
         self._show()
         if may:
+            self._flying.add(number)
             self._begins()
         return may
+
+    def _enter(self) -> bool:
+        """Whether the member's window, if it counts, lets a round begin. Until it does, this mover waits for its own member."""
+        # While a round is under way it is inside, and stays there.
+        if self._turn is None or self._flying or self._turn.enter():
+            return True
+        if not self._shut:
+            self._shut = True
+            self._page.waiting(self._part.position)
+        return False
 
     def changed(self) -> list[str]:
         """Members whose slot, of those read, is not what was published any more."""
@@ -310,6 +350,11 @@ class _Watch:
         done = self._carried
         done.sent, done.received, done.rounds = done.sent + sent, done.received + received, number + 1
         done.cells, done.resent = done.cells + len(cells), done.resent + self._again[number]
+        self._flying.discard(number)
+        if self._turn is not None and not self._flying:
+            self._turn.leave()
+        for at, nbytes in self._part.senders[number].items():
+            done.links[self._hosts[at]] = done.links.get(self._hosts[at], 0) + nbytes
         self._show()
 
     def waiting(self, peer: int | None, cell: int) -> None:
@@ -335,11 +380,13 @@ class _Carriage:
 
     channel: Final[DomainChannel | None] = None
 
-    def __init__(self, rank: int, network: Network | None, broke: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, rank: int, network: Network | GroupedNetwork | None, broke: Callable[[BaseException], None]
+    ) -> None:
         self.rank, self._network, self.fail = rank, network, broke
 
     @property
-    def network(self) -> Network:
+    def network(self) -> Network | GroupedNetwork:
         if self._network is None:
             raise TransferError(f"member {self.rank} is alone, but its plan has messages; nothing was moved")
         return self._network
@@ -350,33 +397,30 @@ def carry(
     doc: TransferDoc,
     origins: Mapping[int, Origin],
     landing: LandingSlot | None,
-    network: Network | None,
+    network: Network | GroupedNetwork | None,
     gate: Gate,
     page: Page,
     deadline: float,
     broke: Callable[[BaseException], None],
     carried: Carried,
     begins: Callable[[], None] = lambda: None,
+    turn: Turn | None = None,
+    fast: Callable[[Lane], None] | None = None,
 ) -> None:
     """Run a part, up to the gate's end; `carried` has what was moved, also when it raises. Collective over the members
     present; blocks, until `deadline` (time.monotonic) at most, in network operations as long as those do.
 
-    broke: called with the error first, to close the network. begins: called when a round was begun. network: None when
-    this member is alone. Raises PeerLost or TransferTimeout (their `members` are ranks), DigestMismatch, TransferError for
-    slots that were rewritten.
+    broke: called with the error first, to close the network. begins: called when a round was begun. turn: with the member, if
+    its window counts in this transfer; whoever calls leaves it when everything has been let go of. fast: moves what M2N moves,
+    before the rounds. network: None when this member is alone. Raises PeerLost or TransferTimeout (their `members` are ranks),
+    DigestMismatch, TransferError for slots that were rewritten.
     """
     begun = time.monotonic()
+    full, salt = doc.verify == "full", xxhash.xxh3_64_intdigest(doc.id.encode())
+    turn = turn if bound.part.position in doc.paused else None
     watch = _Watch(
-        bound,
-        origins,
-        landing,
-        gate,
-        page,
-        carried,
-        begins,
-        doc.verify == "full",
-        xxhash.xxh3_64_intdigest(doc.id.encode()),
-    )
+        bound, origins, landing, gate, page, carried, begins, full, salt, doc.hosts, turn, not doc.paused
+    )  # fmt: skip
     try:
         watch.prepare()
         changed = watch.changed()
@@ -384,6 +428,8 @@ def carry(
             error = _rewritten(changed, "before anything was read")
             broke(error)
             raise error
+        if bound.part.calls and fast is not None:
+            fast(Lane(bound.part, origins, landing, gate, page, carried, doc.hosts, turn, full, salt))
         carriage = _Carriage(bound.part.rank, network, broke)
         run(bound.program, carriage, deadline, watch)
         carried.complete = carried.rounds == bound.part.slice.rounds

@@ -20,27 +20,44 @@ __all__ = ["Abort", "Action", "Begin", "Core", "Feed", "Finish", "Given", "Hold"
 
 
 class Given(NamedTuple):
-    """An arena that came with a task. fd: whoever takes the task closes it. writable: this member's own landing arena."""
+    """An arena that came with a task. fd, memory (of a device arena, else -1): whoever takes the task closes them. writable:
+    this member's own landing arena."""
 
     arena: str
     owner: str
     table: str
     writable: bool
     fd: int
+    memory: int = -1
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """All that there are."""
+        return (self.fd,) if self.memory < 0 else (self.fd, self.memory)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A transfer to take part in. layouts: bodies (GET /v1/layouts/ID) by id."""
+    """A transfer to take part in. layouts: bodies (GET /v1/layouts/ID) by id. device: the member's, "" for none. window: the
+    descriptor of the member's window, -1 for none; closed by whoever takes the task."""
 
     transfer: TransferDoc
     publication: PublicationDoc
     layouts: Mapping[str, str]
     arenas: tuple[Given, ...] = ()
+    device: str = ""
+    window: int = -1
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Those that go with a TASK frame."""
+        found = tuple(fd for a in self.arenas for fd in a.fds)
+        return found if self.window < 0 else (*found, self.window)
 
     def payload(self) -> bytes:
-        """Of a TASK frame; the descriptors of `arenas` go with it, in order."""
-        rest = {"layouts": dict(self.layouts), "arenas": [[a.arena, a.owner, a.table, a.writable] for a in self.arenas]}
+        """Of a TASK frame; `fds` go with it."""
+        arenas = [[a.arena, a.owner, a.table, a.writable, len(a.fds)] for a in self.arenas]
+        rest = {"layouts": dict(self.layouts), "arenas": arenas, "device": self.device, "window": self.window >= 0}
         head = f'{{"transfer":{self.transfer.model_dump_json()},"publication":{self.publication.model_dump_json()},'
         return (head + json.dumps(rest)[1:]).encode()
 
@@ -48,17 +65,23 @@ class Task:
     def read(cls, payload: bytes, fds: Sequence[int]) -> Task:
         """From a TASK frame. ProtocolError if it makes no sense; then the descriptors stay the caller's."""
         try:
-            said = json.loads(payload)
-            given = [
-                Given(str(arena), str(owner), str(table), bool(writable), fd)
-                for (arena, owner, table, writable), fd in zip(said["arenas"], fds, strict=True)
-            ]
+            said, left = json.loads(payload), list(fds)
+            window = left.pop() if said["window"] else -1
+            given = []
+            for arena, owner, table, writable, count in said["arenas"]:
+                mine, left = left[:count], left[count:]
+                if len(mine) != count or count not in (1, 2):
+                    raise ValueError(f"{len(mine)} of {count} descriptors of arena {arena}")
+                given.append(Given(str(arena), str(owner), str(table), bool(writable), *mine))
+            if left:
+                raise ValueError(f"{len(left)} descriptors too many")
             layouts = {str(key): str(body) for key, body in said["layouts"].items()}
             transfer = TransferDoc.model_validate(said["transfer"])
             publication = PublicationDoc.model_validate(said["publication"])
-        except (ValueError, KeyError, TypeError, AttributeError, ValidationError, RecursionError) as error:
+            device = str(said["device"])
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, ValidationError, RecursionError) as error:
             raise ProtocolError(f"a task that cannot be read: {str(error)[:500]}") from error
-        return cls(transfer, publication, layouts, tuple(given))
+        return cls(transfer, publication, layouts, tuple(given), device, window)
 
 
 State = Literal["starting", "ready", "running", "out"]
@@ -86,6 +109,8 @@ class Progress:
     received: int = 0
     resent: int = 0
     seconds: float = 0.0
+    to_land: int = 0
+    links: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,7 +150,15 @@ class Finish:
 
 
 Action = Begin | Feed | Hold | Until | Abort | Finish
-_QUIET: Final = {"cells", "sent", "received", "resent", "seconds", "began"}  # told by the status page meanwhile
+_QUIET: Final = {
+    "cells",
+    "sent",
+    "received",
+    "resent",
+    "seconds",
+    "began",
+    "links",
+}  # told by the status page meanwhile
 
 
 class Core:
@@ -152,7 +185,11 @@ class Core:
         """The report as it is now; None before the first task."""
         if self.progress is None:
             return None
-        said: dict[str, Any] = {**self.progress.__dict__, "values": dict(self.progress.values)}
+        said: dict[str, Any] = {
+            **self.progress.__dict__,
+            "values": dict(self.progress.values),
+            "links": dict(self.progress.links),
+        }
         for text in ("error", "reason", "config"):
             said[text] = said[text][:4000]
         return MoverSaid(member=self.member, mover=self.mover, **said)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Final
 
 from elastic_reshard.errors import ProtocolError, TransferError
 
 __all__ = ["Gate"]
+
+_LOOK: Final = 0.005  # seconds between looks at what nobody signals
 
 
 class Gate:
@@ -37,18 +41,21 @@ class Gate:
         with self._changed:
             return self._aborted
 
-    def may_begin(self, number: int) -> bool:
-        """Whether that round is to be run; blocks while that is not decided. TransferError once aborted."""
+    def may_begin(self, number: int, enter: Callable[[], bool] = lambda: True) -> bool:
+        """Whether that round is to be run; blocks while that is not decided. TransferError once aborted.
+
+        enter: asked at last, again and again, until it lets the round begin; it must not block."""
         with self._changed:
             while True:
                 if self._aborted:
                     raise TransferError(self._aborted)
                 if self._end is not None and number >= self._end:
                     return False
-                if self._end is not None or not self._closed:
+                open_ = self._end is not None or not self._closed
+                if open_ and enter():
                     self._began = max(self._began, number + 1)
                     return True
-                self._changed.wait()
+                self._changed.wait(_LOOK if open_ else None)
 
     def hold(self) -> int:
         """Close it; returns `began`, which stands still from now on until told otherwise."""

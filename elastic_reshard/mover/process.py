@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import select
-import signal
 import socket
 import sys
 import time
@@ -34,12 +33,12 @@ from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.docs import TransferDoc
 from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.ids import PROTOCOL
+from elastic_reshard.protocol.processes import DUMP
 from elastic_reshard.protocol.wire import Tag, Wire, proof
 
-__all__ = ["DUMP", "Work", "main"]
+__all__ = ["Work", "main"]
 
 _log = logger("mover")
-DUMP: Final = signal.SIGUSR2  # writes the stacks of all threads to the nursery's log, whatever they are doing
 _STATES: Final = {"starting": State.STARTING, "ready": State.READY, "running": State.RUNNING, "out": State.OUT}
 
 

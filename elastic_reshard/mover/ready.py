@@ -8,13 +8,20 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from elastic_reshard.arena.channel import close_all
+from elastic_reshard.arena.device import Device, DeviceMemory, Registered
 from elastic_reshard.arena.host import MappedArena
 from elastic_reshard.arena.landing import LandingSlot, MappedWritable
+from elastic_reshard.arena.shared import device_named, map_memory
 from elastic_reshard.arena.slots import SlotReader
+from elastic_reshard.arena.tables import memory_of
 from elastic_reshard.errors import ArenaError
-from elastic_reshard.mover.carry import Bound, Origin, Part, Staging, bind_part, part_of
+from elastic_reshard.mover.carry import Bound, Origin, Part, bind_part, part_of
+from elastic_reshard.mover.fast import NETWORKS
+from elastic_reshard.mover.staging import Staging
 from elastic_reshard.mover.task import Given, Task, check, check_plan, plan_of, sides_of
 from elastic_reshard.protocol.docs import LandingDoc
+from elastic_reshard.protocol.mps import WHY, mps_running
+from elastic_reshard.transport.program import Wire
 
 __all__ = ["Ready", "Shelf"]
 
@@ -36,8 +43,11 @@ class Shelf:
 
     def __init__(self, member: str) -> None:
         self.member = member
+        self.device: Device | None = None  # once something has needed it
         self._readers: dict[str, SlotReader] = {}
-        self._landings: dict[str, tuple[MappedWritable, bytes]] = {}
+        self._landings: dict[str, tuple[MappedWritable, bytes, DeviceMemory | None]] = {}
+        self._maps: dict[str, MappedArena] = {}  # of arenas that lie in host memory whole
+        self._registered: dict[str, Registered] = {}
         self._slots: dict[tuple[str, int], LandingSlot] = {}
         self._parts: OrderedDict[Hashable, Part] = OrderedDict()
         self._bound: OrderedDict[Hashable, tuple[Bound, frozenset[str]]] = OrderedDict()  # and the arenas it lies in
@@ -52,12 +62,13 @@ class Shelf:
         try:
             return self._ready(task, given)
         finally:
-            close_all([g.fd for g in given.values()])
+            close_all([fd for g in given.values() for fd in g.fds])
 
     def _ready(self, task: Task, given: dict[str, Given]) -> Ready:
         doc, publication = task.transfer, task.publication
         check(doc, publication)
         self._forget(set(given))
+        self._open(task)
         part = self._part(task)
         sources = {s.member: s for s in publication.sources}
         origins = {}
@@ -78,9 +89,11 @@ class Shelf:
         if landing is not None:
             where.append((landing.arena, landing.slot))
         self._refuse_unheld(part, slot, publication.id)
-        key = (doc.plan, doc.members, tuple(where))
+        self._register()
+        wire: Wire = "host" if doc.network == "gloo" else "device"
+        key = (doc.plan, doc.members, tuple(where), wire, doc.network in NETWORKS)
         if key not in self._bound:
-            self._staging.limit = doc.staging
+            self._staging.limit, self._staging.wire, self._staging.device = doc.staging, wire, self.device
             bound = bind_part(part, origins, slot, self._staging)
             _keep(self._bound, key, (bound, frozenset(arena for arena, _ in where)))
         self._bound.move_to_end(key)
@@ -92,37 +105,78 @@ class Shelf:
         doc, publication = task.transfer, task.publication
         sides = sides_of(task.layouts)
         check_plan(doc, publication)
-        key = (doc.plan, doc.members)
+        key = (doc.plan, doc.members, doc.network in NETWORKS)
         if key not in self._parts:
             layouts = {name: (side.model, side.correspondences) for name, side in sides.items()}
             _keep(self._parts, key, part_of(doc, plan_of(doc, publication, layouts), self.member))
         self._parts.move_to_end(key)
         return self._parts[key]
 
+    def _open(self, task: Task) -> None:
+        """The member's device, if anything of the task is on one. ArenaError under MPS."""
+        on_device = task.transfer.network != "gloo" or any(given.memory >= 0 for given in task.arenas)
+        identity = task.device or self._device_of(task)
+        if self.device is not None or not (on_device and identity):
+            return
+        if not identity.startswith("pretend:"):
+            found = mps_running(identity)
+            if found:
+                raise ArenaError(
+                    f"the mover of {self.member} does not use GPU {identity} under CUDA MPS ({found}): {WHY}"
+                )
+        self.device = device_named(identity)
+
+    def _device_of(self, task: Task) -> str:
+        """Where the member's own arenas lie, by their tables: a watchdog that came after the member's end knows no statement of
+        it."""
+        own = (memory_of(g.table.encode()) for g in task.arenas if g.owner == self.member and g.memory >= 0)
+        return next((said[1] for said in own if said is not None), "")
+
+    def _register(self) -> None:
+        """Let the device reach arenas in host memory."""
+        for arena, mapped in self._maps.items() if self.device is not None else ():
+            if arena not in self._registered and self.device is not None:
+                self._registered[arena] = self.device.host(mapped.bytes)
+
     def _forget(self, named: set[str]) -> None:
         """Let go of arenas that no task names any more, and of what is bound to them."""
         self._readers = {arena: reader for arena, reader in self._readers.items() if arena in named}
         self._landings = {arena: mapped for arena, mapped in self._landings.items() if arena in named}
         self._slots = {key: slot for key, slot in self._slots.items() if key[0] in named}
+        self._maps = {arena: mapped for arena, mapped in self._maps.items() if arena in named}
+        self._registered = {arena: held for arena, held in self._registered.items() if arena in named}
         for key in [key for key, (_, arenas) in self._bound.items() if not arenas <= named]:
             del self._bound[key]
 
     def _reader(self, arena: str, given: dict[str, Given]) -> SlotReader:
         if arena not in self._readers:
             told = _given(arena, given)
-            self._readers[arena] = SlotReader(MappedArena(given.pop(arena).fd), told.table.encode(), arena)
+            memory = self._memory(given, arena)
+            mapped = MappedArena(given.pop(arena).fd)
+            self._readers[arena] = SlotReader(mapped, told.table.encode(), arena, memory)
+            if memory is None:
+                self._maps[arena] = mapped
         return self._readers[arena]
+
+    def _memory(self, given: dict[str, Given], arena: str) -> DeviceMemory | None:
+        """An arena's device memory, mapped; its descriptor is given no more."""
+        told, given[arena] = given[arena], given[arena]._replace(memory=-1)
+        return map_memory(told.table.encode(), told.memory, self.device, writable=told.writable, arena_id=arena)
 
     def _landing(self, doc: LandingDoc, given: dict[str, Given]) -> LandingSlot:
         if doc.arena not in self._landings:
             told = _given(doc.arena, given)
             if not told.writable:
                 raise ArenaError(f"landing arena {doc.arena} of {doc.member} did not come writable; nothing was moved")
-            self._landings[doc.arena] = MappedWritable(given.pop(doc.arena).fd), told.table.encode()
+            memory = self._memory(given, doc.arena)
+            mapped = MappedWritable(given.pop(doc.arena).fd)
+            self._landings[doc.arena] = mapped, told.table.encode(), memory
+            if memory is None:
+                self._maps[doc.arena] = mapped
         key = (doc.arena, doc.slot)
         if key not in self._slots:
-            arena, table = self._landings[doc.arena]
-            self._slots[key] = LandingSlot(arena, table, doc.slot, doc.arena)
+            arena, table, memory = self._landings[doc.arena]
+            self._slots[key] = LandingSlot(arena, table, doc.slot, doc.arena, memory)
         return self._slots[key]
 
     def _refuse_unheld(self, part: Part, slot: LandingSlot | None, publication: str) -> None:

@@ -6,21 +6,28 @@ are kept from one transfer to the next. What it says is a level; "out" comes whe
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from elastic_reshard.arena.channel import close_all
 from elastic_reshard.communicator.base import Backend, Communicator, Name
 from elastic_reshard.communicator.registry import Registry
 from elastic_reshard.communicator.store import ControlStore
-from elastic_reshard.errors import ProtocolError, ReshardError, TransferError
+from elastic_reshard.errors import ArenaError, ProtocolError, ReshardError, TransferError
 from elastic_reshard.log import logger
 from elastic_reshard.mover.carry import Carried, Page, carry
 from elastic_reshard.mover.core import Outcome, Progress, Task
+from elastic_reshard.mover.fast import Lane, carry_fast
 from elastic_reshard.mover.gate import Gate
+from elastic_reshard.mover.networks import backend_of
 from elastic_reshard.mover.ready import Ready, Shelf
+from elastic_reshard.mover.staging import taken
+from elastic_reshard.protocol.window import Turn
 
 __all__ = ["Worker"]
 
@@ -38,6 +45,7 @@ class _Job:
     rank: int
     progress: Progress
     prepared: bool = False
+    turn: Turn | None = None
     gate: Gate = field(default_factory=Gate)
     carried: Carried = field(default_factory=Carried)
     communicator: Communicator | None = None
@@ -53,14 +61,15 @@ class Worker:
     """As process.Work. All but the constructor is called by one thread, and returns at once.
 
     page: where `carry` shows how far it is. say: called with a Progress whenever something changed, mostly in the worker's
-    thread. backend: None is gloo, over the interface that its settings name.
+    thread. backend: None: what the transfer names; gloo over the interface that its settings name.
     """
 
     def __init__(
         self, member: str, page: Page, say: Callable[[Progress], None], backend: Backend | None = None
     ) -> None:
         self.member = member
-        self._page, self._say, self._backend = page, say, backend
+        self._page, self._say, self._given = page, say, backend
+        self._backends: dict[str, Backend] = {}
         self._shelf = Shelf(member)
         self._registry = Registry()
         self._lock = threading.Lock()
@@ -150,6 +159,8 @@ class Worker:
                 received=done.received,
                 resent=done.resent,
                 seconds=done.seconds,
+                to_land=done.to_land,
+                links=dict(done.links),
                 **changes,  # type: ignore[arg-type]
             )
             self._say(job.progress)
@@ -174,17 +185,21 @@ class Worker:
         else:
             self._over(job, outcome, None)
         finally:
-            job.task = replace(job.task, arenas=())
+            job.task = replace(job.task, arenas=(), window=-1)
 
     def _whole(self, job: _Job) -> Outcome:
         """Everything; the outcome if it went well."""
+        job.turn = _turn(job.task)
         ready = self._shelf.ready(job.task)
         job.prepared = True
+        job.carried.to_land = ready.bound.part.to_land
         if job.size > 1:
-            backend = self._chosen()
+            backend = self._chosen(job.task.transfer.network)
             job.progress = replace(job.progress, config=backend.config)
             deadline = time.monotonic() + _FORM_S
             job.communicator = self._registry.form(backend, job.store, job.rank, job.size, deadline, tuple)
+        if job.turn is not None and self._shelf.device is not None:
+            job.turn.uses(taken(self._shelf.device))
         self._tell(job, state="ready")
         self._tell(job, state="running")
         _log.info(
@@ -206,28 +221,56 @@ class Worker:
             lambda error: self._release(job, str(error)),
             job.carried,
             lambda: self._tell(job),
+            job.turn,
+            lambda lane: self._carry_fast(job, ready, lane),
         )
 
-    def _chosen(self) -> Backend:
-        if self._backend is None:
-            from elastic_reshard.communicator.gloo import GlooBackend
+    def _carry_fast(self, job: _Job, ready: Ready, lane: Lane) -> None:
+        """What M2N moves. Failures that this process can leave release the communicator; after others it is no more."""
+        communicator = job.communicator
+        if communicator is None:
+            raise TransferError(f"transfer {job.task.transfer.id} has calls of M2N for a member that is alone")
+        try:
+            carry_fast(
+                lane, ready.bound.part, job.task.transfer, communicator, time.monotonic() + _PATIENCE_S,
+                lambda error: self._tell(job, error=type(error).__name__, reason=str(error)),
+            )  # fmt: skip
+        except ReshardError as error:
+            self._release(job, str(error))
+            raise
 
-            self._backend = GlooBackend()
-        return self._backend
+    def _chosen(self, network: str) -> Backend:
+        """The backend of a transfer's network, made once. ArenaError for one that uses a device that is not there."""
+        if self._given is not None:
+            return self._given
+        if network not in self._backends:
+            self._backends[network] = backend_of(network, self._shelf.device)
+        return self._backends[network]
 
     def _release(self, job: _Job, reason: str) -> None:
         """Let go of the communicator, so that no peer waits for this member. Blocks as long as that hangs: then this process
-        is condemned, for it is not out."""
+        is condemned, for it is not out. A process whose device has failed ends here: its context can't be used again, so it
+        would fail every transfer from now on."""
+        try:
+            if self._shelf.device is not None:
+                self._shelf.device.current().record().done()
+        except ArenaError as lost:
+            self._tell(job, error=type(lost).__name__, reason=f"{reason}; {lost}")
+            _log.error("mover.device_lost", member=self.member, transfer=job.task.transfer.id, why=str(lost))
+            os.kill(os.getpid(), signal.SIGKILL)
         self._registry.abort_all(time.monotonic() + _RELEASE_S, reason, [job.store.name])
         mine = str(job.store.name)
         while any(what.rpartition(" ")[2] == mine for what in self._registry.pending):
             time.sleep(0.005)
 
     def _over(self, job: _Job, outcome: Outcome, error: BaseException | None) -> None:
+        if error is not None:
+            self._release(job, str(error))
+        if job.turn is not None:  # before "out": after it the next transfer may begin, with a turn of its own
+            job.turn.close()
         if error is None:
             self._tell(job, state="out", outcome=outcome)
             return
-        self._release(job, str(error))
         if job.gate.aborted and outcome == "failed":
             # What an abort makes of the operations is not what was wrong.
             if job.broken is None:
@@ -240,3 +283,14 @@ class Worker:
         reason = str(error) + "".join(f" (member {rank} is {present[rank]})" for rank in ranks)
         _log.warning("transfer.failed", member=self.member, transfer=job.task.transfer.id, outcome=outcome, why=reason)
         self._tell(job, state="out", outcome=outcome, error=type(error).__name__, reason=reason, blames=blames)
+
+
+def _turn(task: Task) -> Turn | None:
+    """With the member; takes the window's descriptor, and all others if it is no window."""
+    if task.window < 0:
+        return None
+    try:
+        return Turn(task.window)
+    except ProtocolError:
+        close_all([fd for given in task.arenas for fd in given.fds])
+        raise

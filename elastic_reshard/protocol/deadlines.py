@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from typing import Final
 
 from elastic_reshard.errors import ProtocolError
 
-__all__ = ["Deadlines", "Policies"]
+__all__ = ["NETWORKS", "Deadlines", "Policies"]
+
+# "pretend": grouped sends over gloo between members whose devices are pretended, for machines without a GPU.
+NETWORKS: Final = ("auto", "gloo", "nccl", "nccl_m2n", "pretend", "pretend_m2n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +26,7 @@ class Deadlines:
     connect: one attempt to connect. proof_of_death: SIGKILL until the end is seen.
     orphan_hold: how long what a dead process left is kept for somebody who may need it.
     reregister: how long a restarted supervisor judges nobody.
+    drain: how long the members of a host have to leave when its watchdog gets SIGTERM; Kubernetes' own grace is 30 s.
     """
 
     beat: float = 1.0
@@ -37,6 +42,7 @@ class Deadlines:
     proof_of_death: float = 2.0
     orphan_hold: float = 30.0
     reregister: float = 6.0
+    drain: float = 25.0
 
     def __post_init__(self) -> None:
         faults = [f"{f.name} must be positive" for f in fields(self) if getattr(self, f.name) <= 0]
@@ -71,6 +77,8 @@ class Policies:
     min_rate: bytes per second below which a mover counts as stuck, not slow. fruitless: epochs in a row without a new cell,
     after which a transfer is given up.
     install: most seconds that one install of a group may take, from ticket to verdict.
+    network: what carries bytes between hosts. "auto": what uses the members' devices, where all that take part have stated one
+    with the same config, else "gloo". Another one by name: that one, as "auto" does it, and no other device network.
     """
 
     min_groups: int = 1
@@ -80,6 +88,7 @@ class Policies:
     install: float = 120.0
     min_rate: float = float(1 << 20)
     fruitless: int = 4
+    network: str = "auto"
 
     def __post_init__(self) -> None:
         faults = [
@@ -92,5 +101,7 @@ class Policies:
         ]
         if self.max_lag is not None and self.max_lag < 0:
             faults.append("max_lag must be None or not negative")
+        if self.network not in NETWORKS:
+            faults.append(f"network must be one of {', '.join(NETWORKS)}, not {self.network!r}")
         if faults:
             raise ProtocolError("policies that cannot work: " + "; ".join(faults))

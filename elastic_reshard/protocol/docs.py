@@ -140,7 +140,9 @@ class TransferDoc(Message):
     The communicator's ranks are the present ones in order. source: whose layout is the publication's; destinations: those
     that land, and those that hold landed cells. landings: where each present destination member lands. basis: what had
     landed before, by member (`protocol.bits`). cell, message, staging: bytes, of PlanOptions. values: by member, what each
-    mover puts into the rendezvous: key to hex. until: the last round, when stopping.
+    mover puts into the rendezvous: key to hex. until: the last round, when stopping. network: what carries the bytes ("gloo",
+    or one that all present members have stated alike). paused: positions of members whose movers work only while those have
+    their windows open; then nobody begins a round before the one before has landed.
     """
 
     id: str
@@ -162,11 +164,16 @@ class TransferDoc(Message):
     values: dict[str, dict[str, str]] = {}
     until: Count | None = None
     reason: Text = ""
+    network: Name = "gloo"
+    paused: tuple[Count, ...] = ()
 
     @property
     def present(self) -> tuple[str, ...]:
         """Members that take part, by their rank in the communicator."""
-        return tuple(m for position, m in enumerate(self.members) if position not in self.absent)
+        if not self.absent:
+            return self.members
+        absent = frozenset(self.absent)
+        return tuple(m for position, m in enumerate(self.members) if position not in absent)
 
 
 class MemberDoc(Message):

@@ -8,7 +8,7 @@ from typing import Final
 __all__ = ["PROTOCOL", "incarnation", "member_id", "name_of", "publication_id", "ticket_id", "transfer_id"]
 
 # Both ends of a connection say it first; unlike versions part with an error that names both.
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 
 
 def incarnation() -> str:

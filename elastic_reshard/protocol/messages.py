@@ -16,6 +16,7 @@ from elastic_reshard.protocol.ids import PROTOCOL
 
 __all__ = [
     "Beat",
+    "Drain",
     "Ended",
     "Fill",
     "GroupSpec",
@@ -100,6 +101,9 @@ class Statement(Message):
     source_from: the publish from which `source` holds, when a layout changed. count_from: the group's, by which it counts.
     fills: offered slots, at most one a slot; what is not listed is withdrawn. leaving: it wants to go as soon as nothing
     needs it.
+    device: the id of the one that its tensors and arenas are on, or that its host arenas are registered with; "" for none.
+    networks: what its mover can move over besides gloo, by name: the config that all members must have alike. window: when its
+    mover may work: at any time, only while its window is open ("paused"), or so on networks that use the device ("network").
     """
 
     member: MemberName
@@ -117,6 +121,9 @@ class Statement(Message):
     holding: Holding | None = None
     landing: Landing | None = None
     leaving: bool = False
+    device: Text = ""
+    networks: dict[Name, Text] = {}
+    window: Literal["anytime", "paused", "network"] = "anytime"
 
 
 class MoverSaid(Message):
@@ -126,8 +133,9 @@ class MoverSaid(Message):
     "running" (formed), "out" (out of all operations, its communicator may still be open), "ended" (its process has, by
     proof; whatever it did). outcome: of "out" and "ended". error: an error's name, with its reason. blames: members that it
     knows to be gone or unlike. config: what all movers of a communicator must have alike. began: rounds it has begun; held:
-    it begins no more without being told (stopping). waits: (member, cell) it waits for now. condemned: ended by its
-    watchdog, and why.
+    it begins no more without being told (stopping). waits: (member, cell) it waits for now; its own member: until that opens
+    its window. condemned: ended by its watchdog, and why. to_land: cells that are to land in it, by its plan. links: of the
+    bytes received, those of each host; said with "out".
     """
 
     kind: Literal["mover"] = "mover"
@@ -150,6 +158,8 @@ class MoverSaid(Message):
     seconds: float = 0.0
     waits: tuple[Text, Count] | None = None
     condemned: Text = ""
+    to_land: Count = 0
+    links: dict[Name, Count] = {}
 
 
 class LedgerSaid(Message):
@@ -211,7 +221,15 @@ class Beat(Message):
     revision: Count = 0
 
 
-_Any = Hello | Stated | Ended | Beat | MoverSaid | LedgerSaid
+class Drain(Message):
+    """The host is to be emptied: its watchdog was told so (SIGTERM). within: seconds that are left for it. Said once a
+    connection."""
+
+    kind: Literal["drain"] = "drain"
+    within: Annotated[float, Field(ge=0, le=86_400)]
+
+
+_Any = Hello | Stated | Ended | Beat | MoverSaid | LedgerSaid | Drain
 Up = Annotated[_Any, Field(discriminator="kind")]
 _up: TypeAdapter[_Any] = TypeAdapter(Up)
 

@@ -15,6 +15,7 @@ from elastic_reshard.errors import ProtocolError
 __all__ = [
     "TOKEN_VARIABLE",
     "URL_VARIABLE",
+    "Address",
     "Place",
     "base_url",
     "job_folder",
@@ -106,6 +107,34 @@ def _line(path: Path) -> str:
         return path.read_text().strip()
     except (FileNotFoundError, NotADirectoryError):
         return ""
+
+
+class Address:
+    """Where a job's supervisor is, followed when it comes back elsewhere: its place in the runtime folder then changes.
+
+    seen: what the folder said when `url` was given (it may be another way to the same supervisor); None: what it says now.
+    """
+
+    def __init__(self, url: str, job: str, runtime: str | Path | None = None, seen: str | None = None) -> None:
+        self.url, self._job, self._runtime = url, job, runtime
+        self.seen = self._written() if seen is None else seen
+        self.known = {url}
+
+    def _written(self) -> str:
+        try:
+            return _line(runtime_folder(self._runtime) / self._job / "url")
+        except ProtocolError:
+            return ""  # what others may write to is not believed
+
+    def look(self) -> bool:
+        """Whether it has moved since the last look; `url` is the new one then, `known` has all so far. Reads one file."""
+        now = self._written()
+        if not now or now == self.seen:
+            return False
+        self.seen = now
+        moved, self.url = now != self.url, now
+        self.known.add(now)
+        return moved
 
 
 def base_url(url: str) -> str:

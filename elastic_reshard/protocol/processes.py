@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import json
 import os
+import resource
 import select
 import signal
+import sys
 import time
 from pathlib import Path
+from typing import Final
 
-__all__ = ["Lock", "condemn", "end_process", "leave", "started"]
+__all__ = ["DUMP", "Lock", "condemn", "end_process", "leave", "serviceable", "started"]
+
+DUMP: Final = signal.SIGUSR2  # writes the stacks of all threads to standard error, whatever they are doing
 
 
 class Lock:
@@ -115,3 +121,10 @@ def leave(log: str) -> None:
         os.dup2(fd, target)
     os.close(null)
     os.close(out)
+
+
+def serviceable() -> None:
+    """For processes that serve many: as many open files as they may have, and stacks on request (DUMP)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if soft >= 0 else soft, hard))
+    faulthandler.register(DUMP, file=sys.stderr, all_threads=True)

@@ -6,15 +6,16 @@ a snapshot by connecting anew; so a replica is always some state that the superv
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter
 
 from elastic_reshard.protocol.base import Count, Message, Text
 from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc, TransferDoc
 
-__all__ = ["Down", "Farewell", "Heard", "Told", "View", "read_down"]
+__all__ = ["Down", "Farewell", "Heard", "Told", "View", "deflated", "read_down"]
 
 T = TypeVar("T")
 
@@ -61,9 +62,30 @@ Down = Annotated[Told | Heard | Farewell, Field(discriminator="kind")]
 _down: TypeAdapter[Told | Heard | Farewell] = TypeAdapter(Down)
 
 
+_LONG: Final = 1 << 14  # bytes from which a message is deflated: once, for all hosts
+_LARGEST: Final = 64 << 20  # bytes of a message, inflated
+_DEFLATED: Final = b"\x78"  # how zlib's data begins, and no JSON
+
+
+def deflated(text: str) -> str | bytes:
+    """A message of the supervisor as it travels. With thousands of members the values by which movers meet are megabytes, told
+    to a thousand hosts."""
+    return text if len(text) < _LONG else zlib.compress(text.encode(), 1)
+
+
 def read_down(raw: str | bytes) -> Told | Heard | Farewell:
-    """One message of the supervisor; pydantic's ValidationError for anything else."""
-    return _down.validate_json(raw)
+    """One message of the supervisor, deflated or not; pydantic's ValidationError for anything else."""
+    return _down.validate_json(_inflated(raw) if isinstance(raw, bytes) and raw[:1] == _DEFLATED else raw)
+
+
+def _inflated(raw: bytes) -> bytes:
+    """Never grows beyond the largest message; what can't be inflated is no message."""
+    inflate = zlib.decompressobj()
+    try:
+        found = inflate.decompress(raw, _LARGEST)
+    except zlib.error:
+        return b""
+    return found if inflate.eof else b""
 
 
 class View:

@@ -45,18 +45,19 @@ class Tag(IntEnum):
     ATTACH = 5  # M: a Statement
     SETTLED = 6  # M: all that it holds was offered. W: all that it holds was passed on
     STATEMENT = 7  # M: a Statement
-    OFFER = 8  # both, with one descriptor: an arena (`arena_payload`)
+    OFFER = 8  # both, with one descriptor, or two (control, device memory): an arena (`arena_payload`)
     DROPPED = 9  # W: id of an arena that is not kept any more
     WITHDRAW = 10  # M: id of an arena of its own
     LEFT = 11  # M: it takes part no more, on purpose
     SUPERVISOR = 12  # W: a message of the supervisor as it came
     CONNECTION = 13  # W, JSON: connected, kind (an error's name or ""), reason
     BEAT = 14  # W
-    LANDING = 15  # M, with one descriptor, read-write: its landing arena (`arena_payload`)
+    LANDING = 15  # M, with descriptors as OFFER, read-write: its landing arena (`arena_payload`)
     MOVER = 16  # V, with one descriptor, its status page: JSON mover, member, transfer ("" at first); instead of ATTACH
-    TASK = 17  # W, with descriptors: a transfer to take part in (`mover.task`)
+    TASK = 17  # W, with descriptors: a transfer to take part in (`mover.core.Task`)
     ORDER = 18  # W: the TransferDoc as it is told now; empty: the transfer is over
     REPORT = 19  # V: a MoverSaid
+    WINDOW = 20  # M, with one descriptor, read-write: its window (`protocol.window`), for its mover
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,14 @@ from dataclasses import replace
 
 from elastic_reshard.protocol.docs import EraDoc, GroupDoc, GroupState, MemberState
 from elastic_reshard.supervisor.counting import next_era
-from elastic_reshard.supervisor.events import Examine, Examined, Grow
+from elastic_reshard.supervisor.events import CancelGrow, Examine, Examined, Grow
 from elastic_reshard.supervisor.membership import become
 from elastic_reshard.supervisor.state import Draft, Fragments, Group, Growing, Member
 
-__all__ = ["examined", "grow", "settle"]
+__all__ = ["cancel", "examined", "grow", "settle"]
+
+# Grows that are over and remembered, so that one that is repeated by its name begins nothing anew.
+_REMEMBERED = 64
 
 
 def settle(draft: Draft) -> None:
@@ -30,11 +33,25 @@ def settle(draft: Draft) -> None:
 def grow(draft: Draft, event: Grow) -> None:
     """A person wants one change instead of many. One at a time; the same request again changes nothing."""
     known = draft.growing
-    if known is not None and (known.name == event.name or not known.done):
-        draft.log("grow.refused", name=event.name, why=f"{known.name} was asked for")
+    over = {growing.name for growing in draft.grown}
+    if event.name in over or (known is not None and (known.name == event.name or not known.done)):
+        draft.log(
+            "grow.refused", name=event.name, why=f"{known.name if known is not None else event.name} was asked for"
+        )
         return
-    draft.growing = Growing(event.name, event.groups, event.members, draft.now + event.within)
+    if known is not None:
+        draft.grown = (*draft.grown, known)[-_REMEMBERED:]
+    draft.growing = Growing(event.name, event.groups, event.members, draft.now + event.within, event.within)
     draft.log("grow.waiting", name=event.name, groups=event.groups, members=event.members, within=event.within)
+
+
+def cancel(draft: Draft, event: CancelGrow) -> None:
+    """A grow under way is taken back: nobody is held any more."""
+    growing = draft.growing
+    if growing is None or growing.name != event.name or growing.done:
+        return
+    draft.growing = replace(growing, done=True, cancelled=True)
+    draft.log("grow.cancelled", name=growing.name, ready=list(growing.ready))
 
 
 def _held(draft: Draft, group: Group, members: list[Member]) -> bool:

@@ -1,71 +1,73 @@
-"""The supervisor's HTTP interface, /v1, and the hosts' WebSocket. Errors are problem documents (RFC 9457)."""
+"""The supervisor's HTTP interface, /v1, and its WebSockets. Errors are problem documents (RFC 9457)."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import xxhash
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response, WebSocket
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response, WebSocket
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp
 
 from elastic_reshard.errors import LayoutError, ProtocolError, ReshardError
 from elastic_reshard.layout.fragments import canonical, check_fragment
-from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc, TransferDoc
-from elastic_reshard.protocol.ids import PROTOCOL
-from elastic_reshard.protocol.view import Told
-from elastic_reshard.supervisor.answers import Health, HostDoc, HostHealth, PoliciesDoc, Problem
-from elastic_reshard.supervisor.api_acting import (
-    LONGEST_WAIT,
-    acting,
-    found,
-    groups_of,
-    hosts_of,
-    members_of,
-    publications_of,
-    transfers_of,
-)
+from elastic_reshard.log import logger
+from elastic_reshard.supervisor.api_acting import acting
+from elastic_reshard.supervisor.api_growing import growing, reading_grows
+from elastic_reshard.supervisor.api_schema import DOCS, describe
+from elastic_reshard.supervisor.api_watching import watching
 from elastic_reshard.supervisor.app import Shell
-from elastic_reshard.supervisor.feeds import Feed
-from elastic_reshard.supervisor.guard import AUTHORISED, PROBLEM, Guard, problem
+from elastic_reshard.supervisor.guard import PROBLEM, Guard, problem
 from elastic_reshard.supervisor.hosts import serve_host
-from elastic_reshard.supervisor.record import EventPage
+from elastic_reshard.supervisor.once import OnceRoute
+from elastic_reshard.supervisor.page import add_page
+from elastic_reshard.supervisor.requests import Reused
+from elastic_reshard.supervisor.stream import serve_events
 
 __all__ = ["make_app"]
 
 _JSON = "application/json"
 _bearer = HTTPBearer(auto_error=False, description="The job's token.")
-
-After = Annotated[int, Query(ge=0)]
-Wait = Annotated[float, Query(ge=0, le=LONGEST_WAIT, description="Seconds to wait for news, if there are none.")]
+_log = logger("supervisor")
 
 
 def make_app(shell: Shell, token: str) -> ASGIApp:
     """The application of one supervisor, behind its guard."""
-    app = FastAPI(
-        title="elastic_reshard supervisor",
-        version="1",
-        redoc_url=None,
-        responses={code: {"model": Problem, "content": {PROBLEM: {}}} for code in (401, 404, 409, 413, 422)},
-    )
+    app = FastAPI(title="elastic_reshard supervisor", version="1", redoc_url=None, docs_url=None,
+                  generate_unique_id_function=lambda route: route.name)  # fmt: skip
+    app.state.shell = shell
     _problems(app, shell)
     routes = APIRouter(dependencies=[Depends(_bearer)])
-    _reading(routes, shell)
-    _documents(routes, shell)
-    acting(routes, shell)
+    watching(routes, shell)
+    reading_grows(routes, shell)
     _bodies(routes, shell)
+    once = APIRouter(dependencies=[Depends(_bearer)], route_class=OnceRoute)
+    acting(once, shell)
+    growing(once, shell)
     app.include_router(routes)
+    app.include_router(once)
 
     @app.websocket("/v1/host")
     async def host(socket: WebSocket) -> None:
         await serve_host(shell, socket)
 
+    readers: set[WebSocket] = set()
+
+    @app.websocket("/v1/events/stream")
+    async def stream(socket: WebSocket) -> None:
+        await serve_events(shell, socket, readers)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(DOCS)
+
+    add_page(app, shell)
+    describe(app)
     return Guard(app, token)
 
 
@@ -75,95 +77,33 @@ def _answer(status: int, detail: str, headers: Any = None, **more: Any) -> JSONR
 
 def _problems(app: FastAPI, shell: Shell) -> None:
     @app.exception_handler(StarletteHTTPException)
-    async def http(_: Request, error: StarletteHTTPException) -> Response:
-        return _answer(error.status_code, str(error.detail), error.headers)
+    async def http(request: Request, error: StarletteHTTPException) -> Response:
+        unknown = {404: "there is nothing at", 405: f"{request.method} is not for"}.get(error.status_code)
+        bare = error.detail in ("Not Found", "Method Not Allowed") and unknown is not None
+        detail = f"{unknown} {request.url.path[:200]}" if bare else str(error.detail)
+        return _answer(error.status_code, detail, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        faults = [{"where": ".".join(map(str, e["loc"])), "what": e["msg"]} for e in error.errors()]
+        faults = [
+            {"where": ".".join(map(str, e["loc"]))[:200], "what": str(e["msg"])[:500]} for e in error.errors()[:64]
+        ]
         return _answer(422, "; ".join(f"{f['where']}: {f['what']}" for f in faults)[:4096], errors=faults)
+
+    @app.exception_handler(Reused)
+    async def reused(_: Request, error: Reused) -> Response:
+        return _answer(409, str(error))
 
     @app.exception_handler(ReshardError)
     async def ours(_: Request, error: ReshardError) -> Response:
         refused = isinstance(error, LayoutError | ProtocolError)
         return _answer(503 if shell.ended else 422 if refused else 500, str(error))
 
-
-def _host(feed: Feed | None) -> HostHealth:
-    if feed is None:
-        return HostHealth(connected=False)
-    return HostHealth(connected=True, waiting=feed.waiting_bytes, overflows=feed.overflows)
-
-
-def _reading(routes: APIRouter, shell: Shell) -> None:
-    @routes.get("/v1/health", response_model=Health, response_model_exclude_none=True)
-    async def health(request: Request) -> Health:
-        """Whether the supervisor answers; with the token also what it is."""
-        job = shell.job
-        status: Literal["ok", "recovering"] = "recovering" if job.recover_from else "ok"
-        if not request.scope[AUTHORISED]:
-            return Health(status=status)
-        return Health(
-            status=status, job=job.name, term=job.term, instance=job.instance, protocol=PROTOCOL, revision=job.revision,
-            hosts={name: _host(shell.feeds.get(name)) for name in {*job.hosts, *shell.feeds}},
-            deadlines=job.deadlines.to_data(), cell=job.cell, verify=job.verify,
-        )  # fmt: skip
-
-    @routes.get("/v1/view", response_model=Told)
-    async def view(after: After = 0, wait: Wait = 0.0) -> Response:
-        """The whole view; with `after`, as soon as its revision is another one."""
-        await shell.changed(lambda: shell.job.revision != after, wait)
-        return Response(shell.view_text(), media_type=_JSON)
-
-    @routes.get("/v1/events")
-    async def events(
-        after: After = 0, limit: Annotated[int, Query(ge=1, le=1000)] = 100, wait: Wait = 0.0
-    ) -> EventPage:
-        """What happened, oldest first."""
-        await shell.changed(lambda: shell.record.last > after, wait)
-        return shell.record.page(after, limit)
-
-    @routes.get("/v1/policies")
-    async def policies() -> PoliciesDoc:
-        """What the supervisor decides by."""
-        return PoliciesDoc(**asdict(shell.job.policies))
-
-
-def _documents(routes: APIRouter, shell: Shell) -> None:
-    @routes.get("/v1/members")
-    async def members() -> dict[str, MemberDoc]:
-        """Members by id."""
-        return members_of(shell)
-
-    @routes.get("/v1/groups")
-    async def groups() -> dict[str, GroupDoc]:
-        """Groups by name."""
-        return groups_of(shell)
-
-    @routes.get("/v1/publications")
-    async def publications() -> dict[str, PublicationDoc]:
-        """Publications by id."""
-        return publications_of(shell)
-
-    @routes.get("/v1/publications/{publication}")
-    async def publication(publication: str) -> PublicationDoc:
-        """One publication."""
-        return found(publications_of(shell), "publication", publication)
-
-    @routes.get("/v1/transfers")
-    async def transfers() -> dict[str, TransferDoc]:
-        """The transfers in hand by id: one at most."""
-        return transfers_of(shell)
-
-    @routes.get("/v1/transfers/{transfer}")
-    async def transfer(transfer: str) -> TransferDoc:
-        """One transfer."""
-        return found(transfers_of(shell), "transfer", transfer)
-
-    @routes.get("/v1/hosts")
-    async def hosts() -> dict[str, HostDoc]:
-        """Hosts by label, with their members and what was last heard of their movers."""
-        return hosts_of(shell)
+    @app.exception_handler(500)
+    async def broken(request: Request, error: Exception) -> Response:
+        # Only answered here; the server raises and logs it.
+        _log.error("api.failed", method=request.method, path=request.url.path[:200], error=type(error).__name__)
+        return _answer(500, f"{request.method} {request.url.path[:200]} failed: {type(error).__name__}")
 
 
 def _bodies(routes: APIRouter, shell: Shell) -> None:
@@ -175,12 +115,12 @@ def _bodies(routes: APIRouter, shell: Shell) -> None:
         shell.body_came(fragment)
         return Response(status_code=204)
 
-    @routes.get("/v1/fragments/{fragment}")
+    @routes.get("/v1/fragments/{fragment}", response_model=dict[str, Any])
     async def get_fragment(fragment: str) -> Response:
         """A fragment's body."""
         return _body(shell.journal.fragment(fragment), "fragment", fragment)
 
-    @routes.get("/v1/layouts/{layout}")
+    @routes.get("/v1/layouts/{layout}", response_model=dict[str, Any])
     async def get_layout(layout: str) -> Response:
         """A layout's body: tensors by name, and correspondences or null."""
         return _body(shell.journal.layout(layout), "layout", layout)
@@ -188,21 +128,22 @@ def _bodies(routes: APIRouter, shell: Shell) -> None:
 
 def _keep(shell: Shell, fragment: str, raw: bytes) -> None:
     """Parse, check and write: beside the loop, as a body may be large."""
+    shown = fragment[:80]
     try:
         body = json.loads(raw)
     except ValueError as error:
-        raise HTTPException(400, f"fragment {fragment}: the body is not JSON: {error}") from error
+        raise HTTPException(400, f"fragment {shown}: the body is not JSON: {error}") from error
     except RecursionError as error:
-        raise HTTPException(400, f"fragment {fragment}: the body is nested too deeply") from error
+        raise HTTPException(400, f"fragment {shown}: the body is nested too deeply") from error
     check_fragment(body)
     plain = canonical(body)
     made = xxhash.xxh3_128(plain).hexdigest()
     if made != fragment:
-        raise HTTPException(422, f"the body's id is {made}, not {fragment}: it was damaged, or made by another version")
+        raise HTTPException(422, f"the body's id is {made}, not {shown}: it was damaged, or made by another version")
     shell.journal.put_fragment(fragment, plain)
 
 
 def _body(found: bytes | None, what: str, key: str) -> Response:
     if found is None:
-        raise HTTPException(404, f"no {what} {key!r}")
+        raise HTTPException(404, f"no {what} {key[:200]!r}; see GET /v1/groups for the ids that groups name")
     return Response(found, media_type=_JSON)

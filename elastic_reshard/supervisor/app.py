@@ -8,53 +8,61 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from elastic_reshard.errors import Fenced, ProtocolError
-from elastic_reshard.layout.side import Side
 from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.ids import PROTOCOL
 from elastic_reshard.protocol.messages import Hello
-from elastic_reshard.protocol.view import Farewell, Heard, Told
+from elastic_reshard.protocol.view import Farewell, Heard, Told, deflated
 from elastic_reshard.supervisor import core
 from elastic_reshard.supervisor.events import (
+    Beaten,
     Cut,
     Effects,
     Event,
     Examine,
-    Examined,
     Greeted,
-    Happened,
     Match,
-    Matched,
     Tick,
 )
-from elastic_reshard.supervisor.examine import covers, examine, fault_between
-from elastic_reshard.supervisor.feeds import Feed
+from elastic_reshard.supervisor.feeds import Deflated, Feed
 from elastic_reshard.supervisor.journal import Journal
+from elastic_reshard.supervisor.layouts import Layouts
+from elastic_reshard.supervisor.metrics import Metrics
+from elastic_reshard.supervisor.noticing import noticed
+from elastic_reshard.supervisor.pace import Pace
 from elastic_reshard.supervisor.record import Record
+from elastic_reshard.supervisor.requests import Kept, Request, Requests
+from elastic_reshard.supervisor.settings import settings_of
 
 __all__ = ["Shell"]
 
-# Seconds between two looks at the clock when nothing happens.
-_TICK: Final = 0.1
+_Waiting = tuple[Event, asyncio.Future[None] | None, Request | None]
 
 
 class Shell:
     """The state machine of one job in one event loop. `run` drives it; nothing here is for other threads."""
 
-    def __init__(self, job: core.Job, journal: Journal) -> None:
-        self.job, self.journal, self.record = job, journal, Record()
+    def __init__(self, job: core.Job, journal: Journal, requests: Sequence[Kept] = ()) -> None:
+        self.job, self.journal, self.record = job, journal, Record(job.instance, self._news)
+        self.requests = Requests(requests)
         self.feeds: dict[str, Feed] = {}
-        self._inbox: list[tuple[Event, asyncio.Future[None] | None]] = []
+        self.metrics = Metrics(
+            lambda: (self.job, {n: f.waiting_bytes for n, f in self.feeds.items()}, time.monotonic())
+        )
+        self._inbox: list[_Waiting] = []
+        self._pace = Pace(job.deadlines.beat)
         self._wake = asyncio.Event()
         self._pulse = asyncio.Event()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._unwritten: Told | None = None
+        self._unsettled = False
+        self._unkept: list[Kept] = []
         self._text: tuple[int, int, str] = (0, 0, "")
+        self.told_text = Deflated(self.view_text)
         self._layouts = Layouts(journal)
         self._examining: dict[str, Examine] = {}
         self._awaiting: dict[Examine | Match, set[str]] = {}
@@ -63,21 +71,39 @@ class Shell:
     # -- events in
 
     def submit(self, event: Event) -> None:
-        """Step this event as soon as the loop gets to it."""
-        self._inbox.append((event, None))
-        self._wake.set()
+        """Step this event as soon as the loop gets to it; a mere sign of life at the next look at the clock."""
+        self._inbox.append((event, None, None))
+        if not isinstance(event, Beaten):
+            self._wake.set()
 
     @property
     def ended(self) -> bool:
         """Whether it steps no more."""
         return self._ended.done()
 
-    async def settle(self, event: Event) -> None:
-        """Step this event and return when its effects are on disk and told. ProtocolError if this supervisor ends before."""
+    @property
+    def undecided(self) -> tuple[str, str]:
+        """Why nothing is decided yet, and how far that is; ("", "") if it is. Meanwhile nothing is put on disk."""
+        if not self.job.recover_from:
+            return "", ""
+        heard = sum(m.said is not None for m in self.job.members.values())
+        return (
+            "its journal was lost, and it decides nothing until its members are back",
+            f"{heard} of {self.job.recover_from} members have said what they have",
+        )
+
+    async def settle(self, event: Event, request: Request | None = None) -> None:
+        """Step this event and return when its effects are on disk and told. ProtocolError if this supervisor ends before.
+
+        request: the named call that wants it. It acts once: of one that has acted before nothing is stepped."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self.ended:
             raise _over()
-        self._inbox.append((event, done))
+        before = self.requests.act(request, done) if request is not None else None
+        if before is not None:
+            await asyncio.shield(before)
+            return
+        self._inbox.append((event, done, request))
         self._wake.set()
         await done
 
@@ -97,14 +123,26 @@ class Shell:
         try:
             while not self.ended:
                 await self._wake.wait()
+                await self._gathered()
                 self._wake.clear()
+                began = time.monotonic()
                 self._step()
+                self._pace.took(time.monotonic() - began)
             self._ended.result()
         finally:
             ticks.cancel()
             for task in self._tasks:
                 task.cancel()
             _give_up(self._inbox)
+
+    async def _gathered(self) -> None:
+        """Wait for what comes with what has come, as long as it comes and a step costs more than the wait."""
+        until, before = time.monotonic() + self._pace.gather, -1
+        while len(self._inbox) != before and not self.ended:
+            before = len(self._inbox)
+            await asyncio.sleep(self._pace.pause)
+            if time.monotonic() >= until:
+                return
 
     def stop(self, error: Exception | None = None) -> None:
         """End `run`, with this error if one is given. The first call counts."""
@@ -122,7 +160,7 @@ class Shell:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(_TICK)
+            await asyncio.sleep(self._pace.idle)
             self.submit(Tick())
 
     # -- one step
@@ -131,42 +169,67 @@ class Shell:
         inbox, self._inbox = self._inbox, []
         was_recovering = self.job.recover_from > 0
         try:
-            job, effects = core.step(self.job, [event for event, _ in inbox], time.monotonic(), self._layouts.covers)
+            events, now = [event for event, _, _ in inbox], time.monotonic()
+            job, effects = core.step(self.job, events, now, self._layouts.covers)
+            self._unkept += [request.kept for _, _, request in inbox if request is not None]
             self._write(job, effects, now=was_recovering and not job.recover_from)
         except (Fenced, ProtocolError) as error:
             self.stop(error)
             _give_up(inbox)
             return
-        self.job = job
+        before, self.job = self.job, job
         self._tell(effects)
         questions: tuple[Examine | Match, ...] = (*effects.examine, *effects.match)
         for question in questions:
             self._ask(question)
-        for happened in effects.happened:
-            self._note(happened)
-        if effects.told is not None or effects.happened:
-            self._pulse.set()
-            self._pulse = asyncio.Event()
-        for _, done in inbox:
+        happened = tuple(noticed(events, effects.happened, before, job))
+        for one in happened:
+            self.record.add(one.event, one.fields)
+        self.metrics.stepped(events, happened, before, job, now)
+        if effects.told is not None or effects.settings:
+            self._news()
+        for _, done, _ in inbox:
             if done is not None and not done.done():
                 done.set_result(None)
+
+    def _news(self) -> None:
+        """Wake who waits for news."""
+        self._pulse.set()
+        self._pulse = asyncio.Event()
 
     def _write(self, job: core.Job, effects: Effects, now: bool) -> None:
         """On disk before anyone is told. While a lost journal is being recovered nothing is written: a start in the middle
         of that must begin it again."""
         if effects.told is not None:
             self._unwritten = _merged(self._unwritten, effects.told)
-        if self._unwritten is not None and not job.recover_from and (effects.durable or now):
-            self.journal.write(self._unwritten, job.weight_version)
-            self._unwritten = None
-            hook("supervisor.journaled")
+        self._unsettled |= effects.settings
+        view = self._unwritten is not None and (effects.durable or now)
+        if job.recover_from or not (view or self._unsettled or self._unkept):
+            return
+        self.journal.write(
+            self._unwritten, job.weight_version, settings_of(job) if self._unsettled else None, self._unkept
+        )
+        self._unwritten, self._unsettled, self._unkept = None, False, []
+        hook("supervisor.journaled")
+
+    def keep(self, request: Request, status: int, answer: bytes) -> None:
+        """How a named call was answered, for whoever repeats it. Fenced and ProtocolError end this supervisor, as in a step."""
+        if self.ended or not self.requests.answered(request, status, answer):
+            return
+        try:
+            if self.job.recover_from:
+                self._unkept.append(request.kept)
+            else:
+                self.journal.write(None, self.job.weight_version, requests=[request.kept])
+        except (Fenced, ProtocolError) as error:
+            self.stop(error)
 
     def _tell(self, effects: Effects) -> None:
         fresh = [feed for host in effects.snapshots if (feed := self.feeds.get(host)) is not None]
         for feed in fresh:
             feed.refresh()
         if effects.told is not None and self.feeds:
-            text = effects.told.model_dump_json()
+            text = deflated(effects.told.model_dump_json())
             for feed in self.feeds.values():
                 if feed not in fresh:
                     feed.tell(text)
@@ -178,9 +241,6 @@ class Shell:
                 feed.end(self.farewell_text(f"host {host} was silent and is given up; connect anew"))
         if effects.told is not None:
             hook("supervisor.told")
-
-    def _note(self, happened: Happened) -> None:
-        self.record.add(happened.event, happened.fields)
 
     def view_text(self) -> str:
         """The whole view as JSON, made once for each revision."""
@@ -316,74 +376,12 @@ class Shell:
             self.submit(found)
 
 
-class Layouts:
-    """Layouts by id, parsed once, and one thread to work on them. Sets as answers: ids whose bodies are not known."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-        self._sides: dict[str, Side] = {}
-        self._covers: dict[tuple[str, frozenset[int]], bool] = {}
-        self._thread = ThreadPoolExecutor(1, "elastic-reshard-layouts")
-
-    async def in_thread(self, work: Callable[[Any], Any], asked: Examine | Match) -> Any:
-        """Run one of the two methods below beside the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, asked)
-
-    def examine(self, asked: Examine) -> Examined | set[str]:
-        """Join a group's fragments and keep the layouts they make."""
-        wanted = {key for pair in asked.fragments for key in pair if key is not None}
-        bodies = {key: body for key in wanted if (body := self._journal.fragment(key)) is not None}
-        if missing := wanted - set(bodies):
-            return missing
-        source, destination, fault = examine(asked.fragments, bodies)
-        for side in (source, destination):
-            if side is not None and side.id not in self._sides:
-                self._journal.put_layout(side.id, side.body)
-                self._sides[side.id] = side
-        return Examined(
-            asked.group, asked.fragments, source.id if source else None, destination.id if destination else None, fault,
-            renamed=destination is not None and destination.correspondences is not None,
-        )  # fmt: skip
-
-    def match(self, asked: Match) -> Matched | set[str]:
-        """Compare two layouts."""
-        source, destination = self._side(asked.source_layout), self._side(asked.destination_layout)
-        if source is None or destination is None:
-            found = ((asked.source_layout, source), (asked.destination_layout, destination))
-            return {key for key, side in found if side is None}
-        return Matched(asked.source_layout, asked.destination_layout, fault_between(source, destination))
-
-    def covers(self, layout: str, ranks: frozenset[int]) -> bool:
-        """Whether these source ranks hold every element; False for a layout whose body is lost."""
-        key = (layout, ranks)
-        if key not in self._covers:
-            side = self._side(layout)
-            if side is None:
-                return False
-            if len(self._covers) >= 4096:
-                self._covers.clear()
-            self._covers[key] = covers(side.model, ranks)
-        return self._covers[key]
-
-    def close(self) -> None:
-        """Wait for the thread's last work (a second for the largest models)."""
-        self._thread.shutdown(cancel_futures=True)
-
-    def _side(self, key: str) -> Side | None:
-        if key not in self._sides:
-            body = self._journal.layout(key)
-            if body is None:
-                return None
-            self._sides[key] = Side.of_body(body)
-        return self._sides[key]
-
-
 def _over() -> ProtocolError:
     return ProtocolError("this supervisor is ending and has not taken this in; ask the one that comes next")
 
 
-def _give_up(inbox: list[tuple[Event, asyncio.Future[None] | None]]) -> None:
-    for _, done in inbox:
+def _give_up(inbox: list[_Waiting]) -> None:
+    for _, done, _ in inbox:
         if done is not None and not done.done():
             done.set_exception(_over())
 

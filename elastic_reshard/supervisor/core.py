@@ -16,11 +16,14 @@ from elastic_reshard.protocol.deadlines import Deadlines, Policies
 from elastic_reshard.protocol.docs import GroupDoc, GroupState, MemberState, PublicationState
 from elastic_reshard.protocol.messages import Hello
 from elastic_reshard.protocol.view import Told
-from elastic_reshard.supervisor import admission, holdings, installing, membership, publishing, transfers
+from elastic_reshard.supervisor import admission, drains, holdings, installing, membership, publishing, rest, transfers
 from elastic_reshard.supervisor.events import (
     Abandon,
     Beaten,
+    CancelGrow,
+    ChangePolicies,
     Cut,
+    DrainHost,
     Effects,
     Event,
     Examined,
@@ -34,6 +37,7 @@ from elastic_reshard.supervisor.events import (
     SetPolicies,
     Spoken,
     Tick,
+    UndrainHost,
 )
 from elastic_reshard.supervisor.state import Covers, Draft, Group, Job, Member, Publication, Transfer
 
@@ -57,6 +61,7 @@ def begin(
     return Job(
         name, term, instance, deadlines or Deadlines(), policies or Policies(), revision=1, stepped=now,
         judge_from=now, recover_from=recover_from, cell=cell, verify=verify,
+        started_with=policies or Policies(),
     )  # fmt: skip
 
 
@@ -117,7 +122,7 @@ def _unseated_group(doc: GroupDoc) -> Group:
 
 def step(job: Job, events: Sequence[Event], now: float, covers: Covers) -> tuple[Job, Effects]:
     """The next state and what is to be done. `now`: seconds of a monotonic clock. covers(layout, ranks): whether these
-    source ranks hold every element of a layout. Call it at least every tenth of a second, with Tick if nothing happened."""
+    source ranks hold every element of a layout. Call it four times a beat at least (`pace`), with Tick if nothing happened."""
     draft = Draft(job, now, covers)
     if now - job.stepped > 2 * job.deadlines.beat:
         # A judge that came late looks at what has arrived meanwhile, and waits two beats before judging.
@@ -128,14 +133,17 @@ def step(job: Job, events: Sequence[Event], now: float, covers: Covers) -> tuple
         _take_in(draft, event)
     if not _recovering(draft):
         membership.tick(draft)
-        _settle(draft)
+        if not rest.at_rest(draft, events):
+            draft.settled = now if _settle(draft) and rest.rests(draft) else None
     return draft.done()
 
 
-def _settle(draft: Draft) -> None:
-    """Until nothing changes: an admission can complete a publication, a verdict can release one, and so on."""
+def _settle(draft: Draft) -> bool:
+    """Until nothing changes: an admission can complete a publication, a verdict can release one, and so on. Whether it came to
+    that."""
     for _ in range(8):
         before = (draft.changes(), len(draft.examine), len(draft.match))
+        drains.settle(draft)
         membership.settle(draft)
         admission.settle(draft)
         membership.clear(draft)
@@ -147,7 +155,8 @@ def _settle(draft: Draft) -> None:
         installing.settle(draft)
         publishing.settle(draft)
         if (draft.changes(), len(draft.examine), len(draft.match)) == before:
-            return
+            return True
+    return False
 
 
 def _take_in(draft: Draft, event: Event) -> None:
@@ -156,7 +165,9 @@ def _take_in(draft: Draft, event: Event) -> None:
             _greet(draft, event)
         case Spoken() | Beaten() | MemberEnded() | Moved() | Ledgered() | Cut():
             _hear(draft, event)
-        case Leave() | Grow() | Abandon() | SetPolicies():
+        case (
+            Leave() | DrainHost() | UndrainHost() | Grow() | CancelGrow() | Abandon() | SetPolicies() | ChangePolicies()
+        ):
             _obey(draft, event)
         case Examined():
             admission.examined(draft, event)
@@ -196,18 +207,33 @@ def _hear(draft: Draft, event: Spoken | Beaten | MemberEnded | Moved | Ledgered 
             membership.cut(draft, host)
 
 
-def _obey(draft: Draft, event: Leave | Grow | Abandon | SetPolicies) -> None:
+def _obey(
+    draft: Draft,
+    event: Leave | DrainHost | UndrainHost | Grow | CancelGrow | Abandon | SetPolicies | ChangePolicies,
+) -> None:
     """What people want."""
     match event:
         case Leave():
             membership.leave(draft, event)
+        case DrainHost():
+            drains.drain(draft, event)
+        case UndrainHost():
+            drains.undrain(draft, event)
         case Grow():
             admission.grow(draft, event)
+        case CancelGrow():
+            admission.cancel(draft, event)
         case Abandon():
             publishing.abandon(draft, event)
         case SetPolicies(policies):
-            draft.policies = policies
-            draft.log("policies.changed", policies=str(policies))
+            _decide_by(draft, policies or draft.job.started_with)
+        case ChangePolicies(changes):
+            _decide_by(draft, replace(draft.policies, **changes))
+
+
+def _decide_by(draft: Draft, policies: Policies) -> None:
+    draft.policies = policies
+    draft.log("policies.changed", policies=str(policies))
 
 
 def _recovering(draft: Draft) -> bool:

@@ -13,7 +13,10 @@ from elastic_reshard.protocol.view import Told
 __all__ = [
     "Abandon",
     "Beaten",
+    "CancelGrow",
+    "ChangePolicies",
     "Cut",
+    "DrainHost",
     "Effects",
     "Event",
     "Examine",
@@ -30,6 +33,7 @@ __all__ = [
     "SetPolicies",
     "Spoken",
     "Tick",
+    "UndrainHost",
 ]
 
 
@@ -134,6 +138,29 @@ class Grow:
 
 
 @dataclass(frozen=True, slots=True)
+class CancelGrow:
+    """A person takes a grow back: who waits comes in as if nobody had asked for it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainHost:
+    """A person wants a host emptied: its members are asked to leave within a time, and so is whoever joins there until that
+    is lifted."""
+
+    host: str
+    within: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class UndrainHost:
+    """A person lifts a drain."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
 class Abandon:
     """A person gives up a publication that is not committed."""
 
@@ -143,9 +170,16 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class SetPolicies:
-    """New policies."""
+    """New policies. None: those that the supervisor was started with."""
 
-    policies: Policies
+    policies: Policies | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChangePolicies:
+    """Some policies, by name; the others stay. Each is one that `Policies` takes."""
+
+    changes: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +199,12 @@ Event = (
     | Matched
     | Leave
     | Grow
+    | CancelGrow
+    | DrainHost
+    | UndrainHost
     | Abandon
     | SetPolicies
+    | ChangePolicies
     | Tick
 )
 
@@ -202,7 +240,8 @@ class Effects:
     told: what changed in the view; None if nothing did. durable: it must be on disk before anyone is told.
     heard: per host, the numbers of statements that were taken in (told after the view). snapshots: hosts that need the
     whole view (before anything else). silent: hosts that were given up: hang up, so that they say Hello again.
-    examine, match: questions whose answers come back as events.
+    examine, match: questions whose answers come back as events. settings: what people have asked for has changed, and must be
+    on disk before anyone is told.
     """
 
     told: Told | None = None
@@ -213,3 +252,4 @@ class Effects:
     examine: tuple[Examine, ...] = ()
     match: tuple[Match, ...] = ()
     happened: tuple[Happened, ...] = ()
+    settings: bool = False

@@ -7,18 +7,36 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
-__all__ = ["Feed"]
+from elastic_reshard.protocol.view import deflated
+
+__all__ = ["Deflated", "Feed"]
 
 # Beyond either, what waits is dropped and the host gets the whole view when it reads again.
 _MOST_TEXTS: Final = 256
 _MOST_BYTES: Final = 4 << 20
+_LEAST_RATE: Final = 1 << 20  # bytes per second at which a host reads that only reads slowly
+
+
+class Deflated:
+    """A text that changes, as it travels: deflated once for each that it has been."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        self._text, self._was = text, ""
+        self._made: str | bytes = ""
+
+    def __call__(self) -> str | bytes:
+        text = self._text()
+        if text is not self._was:
+            self._was, self._made = text, deflated(text)
+        return self._made
 
 
 class Feed:
     """One connection of one host. All methods but `run` return at once; all are called by the event loop's thread.
 
     send: puts one text on the connection and waits while the connection is full. snapshot: the whole view as text, now.
-    heard: a Heard message as text. patience: seconds that one send may take, after which the host counts as not reading.
+    heard: a Heard message as text. patience: seconds that one send may take beside what its length takes at 1 MiB a
+    second, after which the host counts as not reading.
     """
 
     def __init__(
@@ -26,8 +44,8 @@ class Feed:
         host: str,
         machine: str,
         *,
-        send: Callable[[str], Awaitable[None]],
-        snapshot: Callable[[], str],
+        send: Callable[[str | bytes], Awaitable[None]],
+        snapshot: Callable[[], str | bytes],
         heard: Callable[[Mapping[str, int]], str],
         patience: float,
     ) -> None:
@@ -36,7 +54,7 @@ class Feed:
         self.overflows = 0
         self.patience = patience
         self._send, self._snapshot, self._heard = send, snapshot, heard
-        self._queue: deque[str] = deque()
+        self._queue: deque[str | bytes] = deque()
         self._bytes = 0
         self._numbers: dict[str, int] = {}
         self._begun = self._stale = self._ending = False
@@ -48,7 +66,7 @@ class Feed:
         self._drop()
         self._wake.set()
 
-    def tell(self, text: str) -> None:
+    def tell(self, text: str | bytes) -> None:
         """A change of the view, or anything else that comes in order."""
         if not self._begun or self._stale or self._ending:
             return
@@ -78,7 +96,7 @@ class Feed:
             await self._wake.wait()
             self._wake.clear()
             while (text := self._next()) is not None:
-                async with asyncio.timeout(self.patience):
+                async with asyncio.timeout(self.patience + len(text) / _LEAST_RATE):
                     await self._send(text)
             if self._ending:
                 return
@@ -92,7 +110,7 @@ class Feed:
         self._queue.clear()
         self._bytes = 0
 
-    def _next(self) -> str | None:
+    def _next(self) -> str | bytes | None:
         if self._stale:
             self._stale = False
             if self._numbers:

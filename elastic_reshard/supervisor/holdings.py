@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from elastic_reshard.protocol.docs import LandedDoc, MemberState, PublicationDoc, PublicationState
+from elastic_reshard.protocol.docs import LandedDoc, MemberState, PublicationDoc, PublicationState, SourceDoc
 from elastic_reshard.supervisor.state import Draft, Group, Publication
 
 __all__ = [
@@ -40,9 +40,21 @@ def reachable(draft: Draft, member: str) -> bool:
     return readable(draft, member) and draft.members[member].doc.host in draft.hosts
 
 
+def _sources_at(draft: Draft, publication: PublicationDoc, host: str) -> Sequence[SourceDoc]:
+    """The source slots on a host; sorted by host once a step, as there are many of both."""
+    known = draft.memo.get(id(publication.sources))
+    if known is None:
+        found: dict[str, list[SourceDoc]] = {}
+        for source in publication.sources:
+            found.setdefault(source.host, []).append(source)
+        known = draft.memo[id(publication.sources)] = (publication.sources, found)
+    sources: Sequence[SourceDoc] = known[1].get(host, ())
+    return sources
+
+
 def _covered(draft: Draft, publication: PublicationDoc, host: str) -> bool:
     """The source slots on the host are enough for everything."""
-    here = frozenset(s.rank for s in publication.sources if s.host == host and kept(draft, s.member))
+    here = frozenset(s.rank for s in _sources_at(draft, publication, host) if kept(draft, s.member))
     if len(here) == len(publication.sources):
         return True
     return bool(here) and draft.covers(publication.layout, here)
@@ -56,11 +68,16 @@ def host_has(draft: Draft, publication: PublicationDoc, host: str, layout: str, 
     )
 
 
-def _by_host(draft: Draft, group: Group) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for rank, member in draft.group_members(group):
-        found.setdefault(member.doc.host, []).append(rank)
-    return found
+def _by_host(draft: Draft, group: Group) -> Mapping[str, list[int]]:
+    """Ranks by host; looked up once a step for one set of members, whose hosts never change."""
+    known = draft.memo.get(id(group.doc.members))
+    if known is None:
+        found: dict[str, list[int]] = {}
+        for rank, member in draft.group_members(group):
+            found.setdefault(member.doc.host, []).append(rank)
+        known = draft.memo[id(group.doc.members)] = (group.doc.members, found)
+    hosts: Mapping[str, list[int]] = known[1]
+    return hosts
 
 
 def lacking(draft: Draft, group: Group, publication: PublicationDoc) -> list[str]:
@@ -110,9 +127,11 @@ def note_near(draft: Draft) -> None:
         for group in draft.groups.values():
             layout = group.doc.destination_layout
             for host, ranks in _by_host(draft, group).items() if layout is not None else ():
-                by = tuple(s.member for s in doc.sources if s.host == host and readable(draft, s.member))
+                by = tuple(s.member for s in _sources_at(draft, doc, host) if readable(draft, s.member))
+                if not by:
+                    continue
                 here = [e for e in found if (e.host, e.layout) == (host, layout)]
-                if any(set(ranks) <= set(e.ranks) for e in here) or not by or len(by) == len(doc.sources):
+                if any(set(ranks) <= set(e.ranks) for e in here) or len(by) == len(doc.sources):
                     continue
                 if _covered(draft, doc, host):
                     ranks_ = tuple(sorted({*ranks, *(r for e in here for r in e.ranks)}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, cast
 
 from fastapi import WebSocket, WebSocketDisconnect
@@ -11,17 +12,22 @@ from pydantic import ValidationError
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from elastic_reshard.errors import ProtocolError
-from elastic_reshard.protocol.messages import Beat, Ended, Hello, LedgerSaid, MoverSaid, Stated, read_up
+from elastic_reshard.protocol.messages import Beat, Drain, Ended, Hello, LedgerSaid, MoverSaid, Stated, read_up
 from elastic_reshard.supervisor.app import Shell
-from elastic_reshard.supervisor.events import Beaten, Event, Greeted, Ledgered, MemberEnded, Moved, Spoken
+from elastic_reshard.supervisor.events import Beaten, Event, Greeted, Leave, Ledgered, MemberEnded, Moved, Spoken
 from elastic_reshard.supervisor.feeds import Feed
 
-__all__ = ["HostProtocol", "serve_host"]
+__all__ = ["ABORT", "HostProtocol", "serve_host"]
 
-_ABORT: Final = "elastic_reshard.abort"
+ABORT: Final = "elastic_reshard.abort"
 # WebSocket's "going away" and "policy violation"; the Farewell before them says why.
 _GOING: Final = 1001
 _REFUSED: Final = 1008
+
+
+# Messages, and bytes, of one connection that wait to be taken before it is read no further.
+_MANY: Final = 32
+_MUCH: Final = 1 << 20
 
 
 class HostProtocol(WebSocketsSansIOProtocol):
@@ -29,12 +35,28 @@ class HostProtocol(WebSocketsSansIOProtocol):
 
     The last three methods are what the newest uvicorn does itself; 0.52 and older buffer without bound for such a peer."""
 
+    _waiting = 0  # bytes that came since nothing waited
+
     def handle_connect(self, event: Any) -> None:
         """As uvicorn's; tells the application how to cut."""
         super().handle_connect(event)
         if hasattr(self, "scope"):
             scope = cast(dict[str, Any], self.scope)
-            scope["extensions"][_ABORT] = self.transport.abort
+            scope["extensions"][ABORT] = self.transport.abort
+
+    def data_received(self, data: bytes) -> None:
+        """As uvicorn's, which pauses reading after every message: two system calls for each of thousands a second. Here only
+        when many, or much, waits to be taken."""
+        if self.queue.empty():
+            self._waiting = 0
+        self._waiting += len(data)
+        paused, self.read_paused = self.read_paused, True
+        super().data_received(data)
+        self.read_paused = paused
+        many = self.queue.qsize() > _MANY or self._waiting > _MUCH
+        if not paused and many and not self.transport.is_closing():
+            self.read_paused = True
+            self.transport.pause_reading()
 
     def pause_writing(self) -> None:
         """The peer reads too slowly: `send` waits."""
@@ -53,7 +75,7 @@ class HostProtocol(WebSocketsSansIOProtocol):
 async def serve_host(shell: Shell, socket: WebSocket) -> None:
     """Serve one connection until it ends. The first message is Hello, within `deadlines.connect`."""
     await socket.accept()
-    abort: Callable[[], None] = socket.scope["extensions"][_ABORT]
+    abort: Callable[[], None] = socket.scope["extensions"][ABORT]
     try:
         feed = await _greeted(shell, socket)
         await _served(shell, socket, feed)
@@ -74,7 +96,7 @@ async def _greeted(shell: Shell, socket: WebSocket) -> Feed:
     if not isinstance(hello, Hello):
         raise ProtocolError(f"the first message of a connection is hello, not {hello.kind}")
     feed = Feed(
-        hello.host, hello.machine, send=socket.send_text, snapshot=shell.view_text, heard=shell.heard_text,
+        hello.host, hello.machine, send=partial(_send, socket), snapshot=shell.told_text, heard=shell.heard_text,
         patience=shell.job.deadlines.evict,
     )  # fmt: skip
     shell.greet(hello, feed)
@@ -120,7 +142,7 @@ async def _listen(shell: Shell, socket: WebSocket, feed: Feed) -> None:
         shell.submit(_event(feed.host, message))
 
 
-def _event(host: str, message: Hello | Stated | Ended | Beat | MoverSaid | LedgerSaid) -> Event:
+def _event(host: str, message: Hello | Stated | Ended | Beat | MoverSaid | LedgerSaid | Drain) -> Event:
     match message:
         case MoverSaid():
             return Moved(host, message)
@@ -132,8 +154,14 @@ def _event(host: str, message: Hello | Stated | Ended | Beat | MoverSaid | Ledge
             return MemberEnded(host, message.member, message.arenas_kept, message.how)
         case Beat():
             return Beaten(host)
+        case Drain(within=within):
+            return Leave(host=host, within=within)
         case Hello():
             return Greeted(message)
+
+
+async def _send(socket: WebSocket, text: str | bytes) -> None:
+    await (socket.send_bytes(text) if isinstance(text, bytes) else socket.send_text(text))
 
 
 async def _read(socket: WebSocket) -> str | bytes:

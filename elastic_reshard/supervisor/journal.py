@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from pydantic import BaseModel, ValidationError
 from elastic_reshard.errors import Fenced, ProtocolError
 from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, PublicationDoc, TransferDoc
 from elastic_reshard.protocol.view import Told
+from elastic_reshard.supervisor.requests import MOST, Kept
+from elastic_reshard.supervisor.settings import Settings
 
 __all__ = ["MEMORY", "Begun", "Journal"]
 
@@ -46,16 +48,22 @@ CREATE TABLE IF NOT EXISTS docs (
     kind TEXT NOT NULL, id TEXT NOT NULL, body TEXT NOT NULL, PRIMARY KEY (kind, id)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS fragments (id TEXT PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS layouts (id TEXT PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS settings (one INTEGER PRIMARY KEY CHECK (one = 1), body TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS requests (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, digest TEXT NOT NULL, status INTEGER NOT NULL, answer BLOB NOT NULL);
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What a start found. told: the view of the last whole write as a snapshot, None if nothing was ever written."""
+    """What a start found. told: the view of the last whole write as a snapshot, None if nothing was ever written. settings:
+    what people had asked for; requests: calls that were named by who made them, oldest first."""
 
     term: int
     told: Told | None
     weight_version: int
+    settings: Settings | None = None
+    requests: tuple[Kept, ...] = ()
 
 
 class Journal:
@@ -136,9 +144,18 @@ class Journal:
             if changed != 1:
                 raise self._fenced(was)
             docs = sql.execute("SELECT kind, id, body FROM docs").fetchall()
+            settings = sql.execute("SELECT body FROM settings").fetchone()
+            requests = sql.execute("SELECT id, digest, status, answer FROM requests ORDER BY number").fetchall()
         self.term = term
         told = self._read(docs, written_by, *meta[:3]) if written_by else None
-        return Begun(term, told, meta[3])
+        wanted = self._settings(settings[0]) if settings is not None else None
+        return Begun(term, told, meta[3], wanted, tuple(Kept(*row) for row in requests))
+
+    def _settings(self, body: str) -> Settings:
+        try:
+            return Settings.model_validate_json(body)
+        except ValidationError as error:
+            raise self._foreign(error) from error
 
     def _read(self, docs: list[tuple[str, str, str]], term: int, revision: int, epoch: int, committed: str) -> Told:
         found: dict[str, dict[str, Any]] = {kind: {} for kind in _KINDS}
@@ -146,14 +163,17 @@ class Journal:
             for kind, name, body in docs:
                 found[kind][name] = _KINDS[kind].model_validate_json(body)
         except (KeyError, ValidationError) as error:
-            raise ProtocolError(
-                f"journal {self.path} has a document that this version cannot read: {error}; use the version that wrote it, "
-                "or move it away and start with --recover-from-members"
-            ) from error
+            raise self._foreign(error) from error
         return Told(
             term=term, instance="", base=0, revision=revision, membership_epoch=epoch, committed=committed,
             members=found["members"], groups=found["groups"], publications=found["publications"], transfers=found["transfers"],
         )  # fmt: skip
+
+    def _foreign(self, error: Exception) -> ProtocolError:
+        return ProtocolError(
+            f"journal {self.path} has a document that this version cannot read: {error}; use the version that wrote it, "
+            "or move it away and start with --recover-from-members"
+        )
 
     def _fenced(self, term: int) -> Fenced:
         return Fenced(
@@ -163,26 +183,31 @@ class Journal:
 
     # -- the view
 
-    def write(self, told: Told, weight_version: int) -> None:
-        """Put what was told on disk, whole or not at all; a document that is None is removed. Fenced if another supervisor
-        has begun on this journal since."""
-        changed = [
-            (kind, name, doc.model_dump_json())
-            for kind in _KINDS
-            for name, doc in getattr(told, kind).items()
-            if doc is not None
-        ]
-        gone = [(kind, name) for kind in _KINDS for name, doc in getattr(told, kind).items() if doc is None]
+    def write(
+        self,
+        told: Told | None,
+        weight_version: int,
+        settings: Settings | None = None,
+        requests: Sequence[Kept] = (),
+    ) -> None:
+        """Put what was told on disk, what people have asked for and by which calls: whole or not at all; a document that is
+        None is removed. Fenced if another supervisor has begun on this journal since."""
+        changed, gone = _rows(told) if told is not None else ([], [])
         with self._writing() as sql:
             was = sql.execute("SELECT term FROM meta").fetchone()[0]
             if was != self.term:
                 raise self._fenced(was)
-            sql.executemany("INSERT OR REPLACE INTO docs VALUES (?, ?, ?)", changed)
-            sql.executemany("DELETE FROM docs WHERE kind = ? AND id = ?", gone)
-            sql.execute(
-                "UPDATE meta SET written_by = ?, revision = ?, membership_epoch = ?, committed = ?, weight_version = ?",
-                (told.term, told.revision, told.membership_epoch, told.committed, weight_version),
-            )
+            if told is not None:
+                sql.executemany("INSERT OR REPLACE INTO docs VALUES (?, ?, ?)", changed)
+                sql.executemany("DELETE FROM docs WHERE kind = ? AND id = ?", gone)
+                sql.execute(
+                    "UPDATE meta SET written_by = ?, revision = ?, membership_epoch = ?, committed = ?, weight_version = ?",
+                    (told.term, told.revision, told.membership_epoch, told.committed, weight_version),
+                )
+            if settings is not None:
+                sql.execute("INSERT OR REPLACE INTO settings VALUES (1, ?)", (settings.model_dump_json(),))
+            for one in requests:
+                _put_request(sql, one)
 
     # -- bodies, by content id: the same from whoever writes them, so no term is checked
 
@@ -248,6 +273,27 @@ class Journal:
             f"journal {self.path} is no journal, or is damaged: {error}. Move it away and start with --recover-from-members N, "
             "N being the number of members of the job (0 for a new job)"
         )
+
+
+def _rows(told: Told) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
+    """(documents to be put, those to be removed)."""
+    changed = [
+        (kind, name, doc.model_dump_json())
+        for kind in _KINDS
+        for name, doc in getattr(told, kind).items()
+        if doc is not None
+    ]
+    return changed, [(kind, name) for kind in _KINDS for name, doc in getattr(told, kind).items() if doc is None]
+
+
+def _put_request(sql: sqlite3.Connection, one: Kept) -> None:
+    """A call that is known already only gets its answer; the oldest are forgotten."""
+    sql.execute(
+        "INSERT INTO requests (id, digest, status, answer) VALUES (?, ?, ?, ?) "
+        "ON CONFLICT (id) DO UPDATE SET status = excluded.status, answer = excluded.answer",
+        (one.key, one.digest, one.status, one.answer),
+    )
+    sql.execute("DELETE FROM requests WHERE number <= (SELECT max(number) FROM requests) - ?", (MOST,))
 
 
 def _is_local(path: Path) -> bool:

@@ -1,7 +1,8 @@
 """Whom the others do not wait for any longer: stragglers, and those who can not be reached though nothing of them ended. Pure.
 
 What counts is who waits for whom (words that movers keep in shared memory), never an error's text. Where no word names
-anybody, groups are served one by one: those that can be reached get the version.
+anybody, groups are served one by one: those that can be reached get the version. A mover that waits for its own member waits
+for that to open its window.
 """
 
 from __future__ import annotations
@@ -10,10 +11,20 @@ from collections.abc import Iterable, Mapping
 
 from elastic_reshard.protocol.docs import PublicationDoc
 from elastic_reshard.protocol.messages import MoverSaid
+from elastic_reshard.supervisor.holdings import lacking
 from elastic_reshard.supervisor.parties import landed_ranks
 from elastic_reshard.supervisor.state import Draft, Transfer
 
-__all__ = ["after_stall", "awaited_most", "leave_out", "mark_slow", "overtaken", "stragglers"]
+__all__ = [
+    "after_stall",
+    "awaited_most",
+    "closed",
+    "leave_out",
+    "mark_slow",
+    "overtaken",
+    "source_closed",
+    "stragglers",
+]
 
 _SECOND = 2
 _Reports = Mapping[str, MoverSaid]
@@ -32,6 +43,22 @@ def awaited_most(transfer: Transfer) -> list[str]:
     """Members that others were seen waiting for at least half as often as for anybody."""
     most = max(transfer.awaited.values(), default=0)
     return sorted(m for m, n in transfer.awaited.items() if 2 * n > most)
+
+
+def closed(transfer: Transfer, reports: _Reports) -> list[str]:
+    """Members whose movers wait for their own windows: neither a stall nor anybody's fault."""
+    return [m for m in transfer.doc.present if m in reports and _waits_for_itself(reports[m])]
+
+
+def _waits_for_itself(said: MoverSaid) -> bool:
+    return said.state == "running" and said.waits is not None and said.waits[0] == said.member
+
+
+def source_closed(transfer: Transfer, reports: _Reports) -> bool:
+    """Whether a source's window is what everybody waits for: nobody is late then."""
+    sources = (transfer.doc.members[p] for p in transfer.doc.source.members if p not in transfer.doc.absent)
+    said = (reports.get(member) for member in sources)
+    return any(one is not None and one.transfer == transfer.doc.id and _waits_for_itself(one) for one in said)
 
 
 def _awaited(transfer: Transfer, reports: _Reports) -> list[str]:
@@ -57,16 +84,18 @@ def _note(draft: Draft, transfer: Transfer, groups: set[str]) -> None:
         draft.lateness[group] = draft.lateness.get(group, 0) + 1
 
 
-def overtaken(draft: Draft, transfer: Transfer) -> set[str]:
+def overtaken(draft: Draft, transfer: Transfer, reports: _Reports) -> set[str]:
     """Groups that catch up with a committed version for too long while a newer one waits; marked.
 
-    Each time they are left behind they are given half of the time: a straggler costs the others two `late_after` in all."""
+    Each time they are left behind they are given half of the time: a straggler costs the others two `late_after` in all. For
+    one that catches up only when its window opens, a newer version does not wait at all."""
     moving = draft.moving()
     if moving is None or moving.doc.id == transfer.doc.publication:
         return set()
     lacking = lacking_groups(draft.publications[transfer.doc.publication].doc, transfer)
     times = max((draft.lateness.get(group, 0) for group in lacking), default=0)
-    if draft.now - transfer.begun < draft.policies.late_after / 2 ** max(0, times - 1):
+    waited = draft.now - transfer.begun
+    if waited < draft.policies.late_after / 2 ** max(0, times - 1) and not closed(transfer, reports):
         return set()
     _note(draft, transfer, lacking)
     return lacking
@@ -83,9 +112,33 @@ def leave_out(draft: Draft, transfer: Transfer, members: Iterable[str]) -> None:
         draft.log("group.left_behind", groups=sorted(slow), publication=publication)
 
 
-def stragglers(draft: Draft, transfer: Transfer) -> set[str]:
-    """Groups for whom the others have waited most in a transfer that is late; marked."""
+def stragglers(draft: Draft, transfer: Transfer, reports: _Reports) -> set[str]:
+    """Groups for whom the others have waited most in a transfer that is late, all whose windows are closed; marked."""
+    if source_closed(transfer, reports):
+        return set()
+    shut = closed(transfer, reports)
+    if shut:
+        return _mark_closed(draft, transfer, shut)
     return mark_slow(draft, transfer, awaited_most(transfer)) if transfer.awaited else set()
+
+
+def _mark_closed(draft: Draft, transfer: Transfer, members: Iterable[str]) -> set[str]:
+    """Nobody waits for those who compute; who was left behind before them, for another reason, is served first now."""
+    publication = draft.publications[transfer.doc.publication].doc
+    shut = {part.group for part in transfer.doc.landings if part.member in set(members)}
+    before = {
+        name
+        for key, name in draft.slow
+        if key == publication.id
+        and name not in shut
+        and name in draft.groups
+        and lacking(draft, draft.groups[name], publication)
+    }
+    if not before and shut >= {party.group for party in transfer.doc.destinations}:
+        return set()
+    draft.slow -= {(publication.id, name) for name in before}
+    _note(draft, transfer, shut)
+    return shut
 
 
 def after_stall(draft: Draft, transfer: Transfer, reports: _Reports) -> str:

@@ -68,9 +68,9 @@ def greet(draft: Draft, event: Greeted) -> None:
     last of an earlier connection may have been old."""
     hello = event.hello
     known = draft.hosts.get(hello.host)
-    for member in list(draft.members.values()):
+    for member in draft.members_at(hello.host):
         unsure = member.present or (not member.gone and member.doc.state in _OUT)
-        if member.doc.host == hello.host and unsure and member.vouched_by is None:
+        if unsure and member.vouched_by is None:
             draft.put_member(replace(member, vouched_by=draft.now + draft.deadlines.evict))
     if known is not None and known.watchdog and known.watchdog != hello.watchdog:
         draft.log("watchdog.replaced", host=hello.host, was=known.watchdog, now=hello.watchdog)
@@ -82,8 +82,8 @@ def greet(draft: Draft, event: Greeted) -> None:
         end(draft, MemberEnded(hello.host, member_, arenas_kept=True, how="had ended before its watchdog connected"))
     # A watchdog names the dead as long as it keeps what they left: it does not, if it came after one that had gone.
     named = {statement.member for statement in hello.statements} | set(hello.ended)
-    for member in list(draft.members.values()):
-        if member.doc.host == hello.host and member.gone and member.kept and member.doc.id not in named:
+    for member in draft.members_at(hello.host):
+        if member.gone and member.kept and member.doc.id not in named:
             end(
                 draft,
                 MemberEnded(hello.host, member.doc.id, arenas_kept=False, how="its host keeps its memory no more"),
@@ -148,8 +148,9 @@ def leave(draft: Draft, event: Leave) -> None:
         if member.present and event.force:
             out(draft, member, "left out by force")
         elif member.present:
+            draft.durable = True
             doc = member.doc.model_copy(update={"leave_within": event.within})
-            draft.put_member(replace(member, doc=doc, leave_by=draft.now + event.within))
+            draft.put_member(replace(member, doc=doc, leave_by=draft.now + event.within, by_drain=False))
             draft.log("member.leave_asked", member=doc.id, within=event.within)
 
 

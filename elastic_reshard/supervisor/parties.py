@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from elastic_reshard.plan import PlanOptions, transfer_digest
@@ -16,11 +16,13 @@ from elastic_reshard.protocol.docs import (
 )
 from elastic_reshard.protocol.ids import transfer_id
 from elastic_reshard.supervisor.holdings import lacking, reachable
+from elastic_reshard.supervisor.networks import choose, paused
 from elastic_reshard.supervisor.state import Draft, Group, Publication
 
 __all__ = ["can_land", "compose", "landed_ranks", "landing_slot"]
 
 _SLOTS = 2
+_HELD = (PublicationState.MOVING, PublicationState.COMMITTED)
 _NOWHERE = "-"
 
 
@@ -29,12 +31,24 @@ def landing_slot(draft: Draft, publication: PublicationDoc, arena: str) -> int |
     both are held."""
     used = set()
     for other in draft.publications.values():
-        for part in other.doc.landings:
-            if part.arena == arena and other.doc.id == publication.id:
-                return part.slot
-            if part.arena == arena and other.doc.state in (PublicationState.MOVING, PublicationState.COMMITTED):
-                used.add(part.slot)
+        mine, held = other.doc.id == publication.id, other.doc.state in _HELD
+        if not mine and not held:
+            continue
+        slot = _slots(draft, other.doc).get(arena)
+        if slot is not None and mine:
+            return slot
+        used.add(slot)
     return next((slot for slot in range(_SLOTS) if slot not in used), None)
+
+
+def _slots(draft: Draft, publication: PublicationDoc) -> Mapping[str, int]:
+    """The slot of each arena that lands the publication; looked up once a step, as there are many."""
+    known = draft.memo.get(id(publication.landings))
+    if known is None:
+        found = {part.arena: part.slot for part in reversed(publication.landings)}
+        known = draft.memo[id(publication.landings)] = (publication.landings, found)
+    slots: Mapping[str, int] = known[1]
+    return slots
 
 
 def can_land(draft: Draft, group: Group, publication: PublicationDoc) -> bool:
@@ -58,12 +72,13 @@ class _Roster:
     members: list[str] = field(default_factory=list)
     hosts: list[str] = field(default_factory=list)
     present: set[int] = field(default_factory=set)
+    places: dict[str, int] = field(default_factory=dict)
 
     def add(self, member: str, host: str, present: bool) -> int:
-        if member not in self.members:
+        position = self.places.setdefault(member, len(self.members))
+        if position == len(self.members):
             self.members.append(member)
             self.hosts.append(host)
-        position = self.members.index(member)
         if present:
             self.present.add(position)
         return position
@@ -142,15 +157,15 @@ def _spared(publication: PublicationDoc, wanted: Sequence[LandingDoc]) -> bool:
 def _parties(draft: Draft, roster: _Roster, landings: Sequence[LandingDoc]) -> list[PartyDoc]:
     """One party per group and layout; another for members that had a rank before somebody else."""
     seats: list[tuple[str, str, int, dict[int, int]]] = []
+    known: dict[tuple[str, str], list[dict[int, int]]] = {}
     for part in landings:
-        place = next(
-            (s for s in seats if s[:2] == (part.group, part.layout) and part.rank not in s[3]),
-            None,
-        )
-        if place is None:
-            place = (part.group, part.layout, max(part.size, part.rank + 1), {})
-            seats.append(place)
-        place[3][part.rank] = roster.add(part.member, part.host, reachable(draft, part.member))
+        places = known.setdefault((part.group, part.layout), [])
+        taken = next((place for place in places if part.rank not in place), None)
+        if taken is None:
+            taken = {}
+            places.append(taken)
+            seats.append((part.group, part.layout, max(part.size, part.rank + 1), taken))
+        taken[part.rank] = roster.add(part.member, part.host, reachable(draft, part.member))
     return [
         PartyDoc(
             group=group, layout=layout,
@@ -182,9 +197,12 @@ def compose(draft: Draft, publication: Publication, groups: Sequence[Group]) -> 
     plan = transfer_digest(
         options, (doc.layout, source.members), [(p.layout, p.members) for p in parties], roster.hosts, absent, basis
     )
+    present = [m for p, m in enumerate(roster.members) if p in roster.present]
+    network, _ = choose(draft, doc.id, present)
     return TransferDoc(
         id=transfer_id(doc.id, draft.job.term, draft.serial + 1), publication=doc.id, epoch=draft.epoch,
         state=TransferState.FORMING, members=tuple(roster.members), hosts=tuple(roster.hosts), absent=absent, source=source,
         destinations=tuple(parties), landings=tuple(landings), basis=basis, cell=options.cell, message=options.message,
-        staging=options.staging, verify=draft.job.verify, plan=plan,
+        staging=options.staging, verify=draft.job.verify, plan=plan, network=network,
+        paused=paused(draft, roster.members, present, network),
     )  # fmt: skip

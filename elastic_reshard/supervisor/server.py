@@ -24,8 +24,10 @@ from elastic_reshard.protocol.deadlines import Deadlines, Policies
 from elastic_reshard.supervisor import core
 from elastic_reshard.supervisor.api import make_app
 from elastic_reshard.supervisor.app import Shell
+from elastic_reshard.supervisor.calling import CallProtocol
 from elastic_reshard.supervisor.hosts import HostProtocol
 from elastic_reshard.supervisor.journal import MEMORY, Journal
+from elastic_reshard.supervisor.settings import recall
 
 __all__ = ["Options", "Supervisor"]
 
@@ -51,7 +53,7 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 0
     journal: str | Path | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     policies: Policies = field(default_factory=Policies)
     deadlines: Deadlines = field(default_factory=Deadlines)
     runtime: str | Path | None = None
@@ -135,7 +137,9 @@ class Supervisor:
             options.job, begun.term, self.instance, now, deadlines=options.deadlines, policies=options.policies,
             recover_from=options.recover_from if begun.told is None else 0, cell=options.cell, verify=options.verify,
         )  # fmt: skip
-        return job if begun.told is None else core.restore(job, begun.told, begun.weight_version, now)
+        job = job if begun.told is None else core.restore(job, begun.told, begun.weight_version, now)
+        self._requests = begun.requests
+        return recall(job, begun.settings, now) if begun.settings is not None else job
 
     # -- its place
 
@@ -201,9 +205,9 @@ class Supervisor:
 
     async def _serve(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        shell = Shell(self._job, self._journal)
+        shell = Shell(self._job, self._journal, self._requests)
         config = uvicorn.Config(
-            make_app(shell, self.token), lifespan="off", http="h11", ws=HostProtocol, loop="asyncio", log_config=None,
+            make_app(shell, self.token), lifespan="off", http=CallProtocol, ws=HostProtocol, loop="asyncio", log_config=None,
             access_log=False, ws_max_size=16 << 20, ws_ping_interval=None, ws_per_message_deflate=False,
             timeout_graceful_shutdown=1, server_header=False,
         )  # fmt: skip

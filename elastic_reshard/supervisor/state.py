@@ -37,6 +37,7 @@ Covers = Callable[[str, frozenset[int]], bool]
 Fragments = tuple[tuple[str | None, str | None], ...]
 
 _PRESENT = (MemberState.JOINING, MemberState.LIVE, MemberState.LEAVING)
+_READABLE = (*_PRESENT, MemberState.ORPHANED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class Host:
 @dataclass(frozen=True, slots=True)
 class Member:
     """One incarnation. said: None if it was not heard in this term. vouched_by: when its host's watchdog must have named it
-    at the latest; None once it did. gone: its process has ended; kept: its arenas have not."""
+    at the latest; None once it did. gone: its process has ended; kept: its arenas have not. by_drain: it was asked to leave
+    because its host is drained."""
 
     doc: MemberDoc
     said: Statement | None = None
@@ -61,6 +63,7 @@ class Member:
     gone: bool = False
     kept: bool = True
     leave_by: float | None = None
+    by_drain: bool = False
 
     @property
     def present(self) -> bool:
@@ -75,8 +78,9 @@ class Member:
     @property
     def offers(self) -> tuple[Fill, ...]:
         """Slots that can still be minted, of a dead member too."""
-        readable = self.kept and self.doc.state in (*_PRESENT, MemberState.ORPHANED)
-        return self.said.fills if self.said is not None and readable else ()
+        if self.said is None or not self.said.fills:
+            return ()
+        return self.said.fills if self.kept and self.doc.state in _READABLE else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +134,18 @@ class Suspended:
 
 @dataclass(frozen=True, slots=True)
 class Growing:
-    """A Grow under way, or the last one that is done. ready: groups that wait for the others."""
+    """A Grow under way, or one that is done. within: seconds that it was given; ready: groups that wait for the others."""
 
     name: str
     groups: int
     members: int
     until: float
+    within: float = 60.0
     ready: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
     came: int = 0  # members of the admitted
     done: bool = False
+    cancelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,8 @@ class Job:
     others wait for no more. tried: (publication, stalls, epochs in a row without a new cell). given_up: (publication, group)
     that can't have it from those reachable then, and until when that is not tried again. alone: a publication whose groups
     are served one by one. lateness: how often a group was left behind since it last had what was committed.
+    grown: grows that are over, oldest first. drained: hosts that are to be empty, and the seconds that members there are given.
+    started_with: the policies before anybody changed them.
     """
 
     name: str
@@ -180,12 +188,16 @@ class Job:
     tried: tuple[str, int, int] = ("", 0, 0)
     serial: int = 0
     growing: Growing | None = None
+    grown: tuple[Growing, ...] = ()
+    drained: Mapping[str, float] = field(default_factory=dict)
+    started_with: Policies = field(default_factory=Policies)
     cell: int = 1 << 20
     verify: Literal["sampled", "full"] = "sampled"
     fits: Mapping[tuple[str, str], str] = field(default_factory=dict)
     matching: frozenset[tuple[str, str]] = frozenset()
     waiting: tuple[str, ...] = ()
     stepped: float = 0.0
+    settled: float | None = None  # when everything was looked at last; None: something is pending
     judge_from: float = 0.0
     recover_from: int = 0
 
@@ -209,9 +221,11 @@ class Draft:
         self.slow, self.given_up, self.alone = set(job.slow), dict(job.given_up), job.alone
         self.lateness = dict(job.lateness)
         self.suspended, self.tried, self.serial, self.growing = job.suspended, job.tried, job.serial, job.growing
+        self.grown, self.drained = job.grown, dict(job.drained)
         self.fits, self.matching, self.waiting = dict(job.fits), set(job.matching), list(job.waiting)
         self.judge_from, self.recover_from = job.judge_from, job.recover_from
         self.durable = self.epoch_ended = False
+        self.settled = job.settled
         self.heard: dict[str, dict[str, int]] = {}
         self.snapshots: list[str] = []
         self.silent: list[str] = []
@@ -219,6 +233,8 @@ class Draft:
         self.match: list[Match] = []
         self.happened: list[Happened] = []
         self._touched: tuple[set[str], ...] = (set(), set(), set(), set())
+        self._at: dict[str, dict[str, None]] | None = None  # host -> ids of its members
+        self.memo: dict[int, tuple[Any, Any]] = {}  # id of something immutable -> (it, what was made of it)
 
     # -- reading
 
@@ -227,6 +243,19 @@ class Draft:
         for rank, member in enumerate(group.doc.members):
             if member in self.members:
                 yield rank, self.members[member]
+
+    @property
+    def touched(self) -> bool:
+        """Whether this step has written anything that others must look at, but for signs of life."""
+        return any(self._touched) or bool(self.silent or self.snapshots or self.examine or self.match)
+
+    def members_at(self, host: str) -> list[Member]:
+        """Members of a host. Sorted by host once a step."""
+        if self._at is None:
+            self._at = {}
+            for name, member in self.members.items():
+                self._at.setdefault(member.doc.host, {})[name] = None
+        return [self.members[name] for name in self._at.get(host, ()) if name in self.members]
 
     def moving(self) -> Publication | None:
         """The publication that moves, if one does."""
@@ -266,6 +295,8 @@ class Draft:
 
     def put_member(self, member: Member) -> None:
         """Add or replace."""
+        if self._at is not None and member.doc.id not in self.members:
+            self._at.setdefault(member.doc.host, {})[member.doc.id] = None
         self.members[member.doc.id] = member
         self._touched[0].add(member.doc.id)
 
@@ -354,14 +385,21 @@ class Draft:
             self.job, policies=self.policies, membership_epoch=self.membership_epoch, revision=revision,
             weight_version=self.weight_version, tickets=self.tickets, committed=self.committed, members=self.members,
             groups=self.groups, publications=self.publications, hosts=self.hosts, fits=self.fits,
-            matching=frozenset(self.matching), waiting=tuple(self.waiting), stepped=self.now, judge_from=self.judge_from,
+            matching=frozenset(self.matching), waiting=tuple(self.waiting), stepped=self.now,
+            settled=self.settled, judge_from=self.judge_from,
             recover_from=self.recover_from, transfers=self.transfers, movers=self.movers, ledgers=self.ledgers,
             slow=frozenset(self.slow), given_up=self.given_up, alone=self.alone,
             lateness=self.lateness, suspended=self.suspended, tried=self.tried,
-            serial=self.serial, growing=self.growing,
+            serial=self.serial, growing=self.growing, grown=self.grown, drained=self.drained,
         )  # fmt: skip
         effects = Effects(
             told, self.durable and told is not None, self.heard, tuple(self.snapshots), tuple(self.silent),
-            tuple(self.examine), tuple(self.match), tuple(self.happened),
+            tuple(self.examine), tuple(self.match), tuple(self.happened), self._asked_anew(),
         )  # fmt: skip
         return job, effects
+
+    def _asked_anew(self) -> bool:
+        """Whether what people have asked for is another thing than before the step."""
+        job = self.job
+        before = (job.policies, job.growing, job.grown, job.drained)
+        return before != (self.policies, self.growing, self.grown, self.drained)

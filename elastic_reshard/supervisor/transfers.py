@@ -16,7 +16,16 @@ from elastic_reshard.protocol.docs import LandedDoc, PublicationState, TransferS
 from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.events import Abandon, Ledgered, Moved
 from elastic_reshard.supervisor.holdings import reachable
-from elastic_reshard.supervisor.lateness import after_stall, leave_out, mark_slow, overtaken, stragglers
+from elastic_reshard.supervisor.lateness import (
+    after_stall,
+    closed,
+    leave_out,
+    mark_slow,
+    overtaken,
+    source_closed,
+    stragglers,
+)
+from elastic_reshard.supervisor.networks import choose
 from elastic_reshard.supervisor.parties import compose
 from elastic_reshard.supervisor.publishing import abandon
 from elastic_reshard.supervisor.queue import next_groups
@@ -32,7 +41,10 @@ def moved(draft: Draft, event: Moved) -> None:
         return
     draft.movers[event.said.member] = event.said
     transfer = draft.transfers.get(event.said.transfer)
-    if transfer is not None and event.said.waits is not None:
+    if transfer is None or event.said.waits is None:
+        return
+    # If a source is closed everybody waits for it, and nobody is to blame.
+    if not source_closed(transfer, draft.movers):
         awaited = dict(transfer.awaited)
         awaited[event.said.waits[0]] = awaited.get(event.said.waits[0], 0) + 1
         draft.transfers[transfer.doc.id] = replace(transfer, awaited=awaited)
@@ -204,6 +216,8 @@ def _watch(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> N
     if cells > transfer.cells:
         draft.transfers[transfer.doc.id] = replace(transfer, cells=cells, moved=draft.now)
         return
+    if closed(transfer, reports):  # who takes turns with its member does not stall
+        transfer = draft.transfers[transfer.doc.id] = replace(transfer, moved=draft.now)
     patience = draft.deadlines.stall + transfer.doc.cell / draft.policies.min_rate
     if draft.now - transfer.moved >= patience:
         draft.epoch_ended = draft.durable = True
@@ -212,24 +226,40 @@ def _watch(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> N
         return
     publication = draft.publications.get(transfer.doc.publication)
     if publication is None or publication.doc.state in (PublicationState.RELEASED, PublicationState.ABANDONED):
-        _change(draft, transfer, TransferState.STOPPING, "its publication is over")
+        _end_early(draft, transfer, reports, "its publication is over")
     elif publication.doc.state is PublicationState.MOVING and draft.now - transfer.begun >= draft.policies.late_after:
-        _leave_behind(draft, transfer)
-    elif overtaken(draft, transfer):
-        _change(draft, transfer, TransferState.STOPPING, "a newer version is to be moved")
+        _leave_behind(draft, transfer, reports)
+    elif overtaken(draft, transfer, reports):
+        _end_early(draft, transfer, reports, "a newer version is to be moved")
 
 
-def _leave_behind(draft: Draft, transfer: Transfer) -> None:
-    """Late: end this transfer between two rounds, and go on without those for whom the others wait most."""
-    slow = stragglers(draft, transfer)
+def _leave_behind(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> None:
+    """Late: end this transfer, and go on without those for whom the others wait most."""
+    slow = stragglers(draft, transfer, reports)
     if slow:
         draft.epoch_ended = draft.durable = True
         draft.log("group.left_behind", groups=sorted(slow), publication=transfer.doc.publication)
-        _change(draft, transfer, TransferState.STOPPING, f"late: going on without {', '.join(sorted(slow))}")
+        _end_early(draft, transfer, reports, f"late: going on without {', '.join(sorted(slow))}")
+
+
+def _end_early(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid], why: str) -> None:
+    """Between two rounds; but a round that some have begun would not end before all have their windows open."""
+    waiting = closed(transfer, reports)
+    if not waiting:
+        _change(draft, transfer, TransferState.STOPPING, why)
+        return
+    draft.epoch_ended = draft.durable = True
+    publication, stalls, fruitless = draft.tried
+    if publication == transfer.doc.publication:
+        draft.tried = (publication, stalls, fruitless - 1)  # this epoch is broken without anybody's fault
+    _change(draft, transfer, TransferState.BREAKING, f"{why}; the window of {', '.join(waiting)} is closed")
 
 
 def _stop(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> None:
     """Once every mover has said which rounds it has begun, all end after the last of them. A slow one is given its time."""
+    if closed(transfer, reports):
+        _end_early(draft, transfer, reports, transfer.doc.reason)
+        return
     cells = sum(said.cells for said in reports.values())
     if cells > transfer.cells:
         transfer = replace(transfer, cells=cells, moved=draft.now)
@@ -276,11 +306,14 @@ def _landed(publication: Publication, transfer: Transfer) -> tuple[LandedDoc, ..
     ranks = {where: set(entry.ranks) for where, entry in before.items()}
     by = {where: set(entry.by) for where, entry in before.items()}
     present = set(transfer.doc.present)
+    sources: dict[str, set[str]] = {}
+    for source in publication.doc.sources:
+        if source.member in present:
+            sources.setdefault(source.host, set()).add(source.member)
     for part in transfer.doc.landings:
         where = (part.host, part.layout)
         ranks.setdefault(where, set()).add(part.rank)
-        sources = {s.member for s in publication.doc.sources if s.host == part.host and s.member in present}
-        by[where] = by.get(where, set()) | sources | {part.member}
+        by[where] = by.get(where, set()) | sources.get(part.host, set()) | {part.member}
     return tuple(
         LandedDoc(host=where[0], layout=where[1], ranks=tuple(sorted(found)), by=tuple(sorted(by[where])))
         for where, found in sorted(ranks.items())
@@ -347,6 +380,7 @@ def _begin(draft: Draft) -> None:
     if held is not None and held.publication != publication.doc.id:
         held = draft.suspended = None
     doc = compose(draft, publication, groups)
+    _, fallen = choose(draft, doc.publication, doc.present)
     if held is not None:
         if draft.now >= held.until:
             _give_up(draft, held.publication, {p.group for p in doc.destinations}, f"ShardLost: {held.reason}")
@@ -364,4 +398,6 @@ def _begin(draft: Draft) -> None:
         draft.put_publication(replace(publication, doc=publication.doc.model_copy(update={"landings": landings})))
     draft.put_transfer(Transfer(doc, draft.now, draft.now, draft.now))
     draft.log("transfer.forming", transfer=doc.id, publication=doc.publication, epoch=doc.epoch,
-              members=list(doc.present), groups=[p.group for p in doc.destinations])  # fmt: skip
+              members=list(doc.present), groups=[p.group for p in doc.destinations], network=doc.network)  # fmt: skip
+    if fallen:
+        draft.log("network.fallback", transfer=doc.id, publication=doc.publication, network=doc.network, why=fallen)

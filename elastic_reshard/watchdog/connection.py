@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import socket
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -52,7 +53,8 @@ class Serving(Hosting, Protocol):
     def attach(self, connection: Connection, statement: Statement, raw: bytes) -> str: ...
     def closed(self, connection: Connection) -> None: ...
     def ended(self, name: str, how: str) -> None: ...
-    def offer(self, connection: Connection, arena: Arena, fd: int) -> None: ...
+    def offer(self, connection: Connection, arena: Arena, fds: Sequence[int]) -> None: ...
+    def window(self, member: str, fd: int) -> None: ...
     def drop(self, arenas: list[str]) -> None: ...
     def sweep(self) -> None: ...
 
@@ -157,8 +159,11 @@ class Connection:
         """One frame. Raises ProtocolError for one that has no business here."""
         tag, payload = message.tag, message.payload
         one = len(message.fds) == 1
-        if one and self.member and tag in (Tag.OFFER, Tag.LANDING):
-            self._offered(payload, message.fds[0], tag == Tag.LANDING)
+        if self.member and tag in (Tag.OFFER, Tag.LANDING) and len(message.fds) in (1, 2):
+            self._offered(payload, message.fds, tag == Tag.LANDING)
+            return
+        if one and self.member and tag == Tag.WINDOW:
+            self.service.window(self.member, message.fds[0])
             return
         if one and self._proved and not (self.member or self.mover) and tag == Tag.MOVER:
             self._manned(payload, message.fds[0])
@@ -213,7 +218,7 @@ class Connection:
         theirs = proof(service.token, "member", self._nonce, said["nonce"])
         if not hmac.compare_digest(theirs.encode(), said["proof"].encode()):
             self.refuse("Unauthorized", f"its token is not that of job {service.job}")
-        elif said["url"] != service.url:
+        elif said["url"] not in service.address.known and not (service.address.look() and said["url"] == service.url):
             self.refuse(
                 "JoinRefused",
                 f"the watchdog of host {service.host} serves job {service.job} at {service.url}, not at {said['url']}; "
@@ -251,15 +256,15 @@ class Connection:
             self.mover = ""
             self.refuse("NotAMember", why)
 
-    def _offered(self, payload: bytes, fd: int, landing: bool) -> None:
+    def _offered(self, payload: bytes, fds: Sequence[int], landing: bool) -> None:
         try:
             arena = arena_of(payload)
             if landing and arena.owner != self.member:
                 raise ProtocolError(f"a landing arena of {arena.owner} offered by {self.member}")
         except ProtocolError:
-            os.close(fd)
+            close_all(fds)
             raise
-        self.service.offer(self, arena, fd)
+        self.service.offer(self, arena, fds)
 
 
 def _strings(payload: bytes, *names: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Final
 
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.docs import MemberState, PublicationState
-from elastic_reshard.protocol.messages import Ended, Hello, LedgerSaid, MoverSaid, Statement
+from elastic_reshard.protocol.messages import Drain, Ended, Hello, LedgerSaid, MoverSaid, Statement
 from elastic_reshard.protocol.view import Farewell, Heard, Told, View
 
 __all__ = ["Guest", "House", "Relay"]
@@ -66,6 +66,8 @@ class House:
         self._words: list[MoverSaid | LedgerSaid] = []  # of movers, in order
         self._told_kept: dict[str, bool] = {}  # of ended members: what the supervisor was told of their arenas
         self._beat_due = False
+        self.drain_until: float | None = None  # the host is to be emptied by then
+        self._drain_said = False  # on this connection
 
     # -- members
 
@@ -82,6 +84,8 @@ class House:
         """A member is there (again). Why it is refused, or ""."""
         name = statement.member
         known = self.members.get(name)
+        if self.drain_until is not None and known is None and name not in self.expected:
+            return f"host {self.host} is being drained; join on another host"
         if statement.host != self.host:
             return f"it states host {statement.host}, but this is the watchdog of {self.host}"
         if known is not None and known.ended is not None:
@@ -236,6 +240,7 @@ class House:
         self._words.clear()
         self._heard.clear()
         self._current, self.connected = False, True
+        self._drain_said = False
         ended = [name for name, m in self.members.items() if m.ended is not None]
         self._told_kept = dict.fromkeys(ended, True)  # as `ended` is understood; what differs is said next
         hello = Hello(
@@ -265,10 +270,19 @@ class House:
         """Time to say that we are there."""
         self._beat_due = True
 
-    def outgoing(self) -> list[bytes]:
+    def drain(self, within: float, now: float) -> None:
+        """The host is to be emptied within so many seconds; told again, the shorter time counts."""
+        until = now + max(0.0, within)
+        if self.drain_until is None or until < self.drain_until:
+            self.drain_until, self._drain_said = until, False
+
+    def outgoing(self, now: float = 0.0) -> list[bytes]:
         """What is to be said to the supervisor now, once."""
         said = [b'{"kind":"stated","statement":' + self.members[name].raw + b"}" for name in self._unsaid]
         said += [word.model_dump_json().encode() for word in (*self._notices, *self._words)]
+        if self.drain_until is not None and not self._drain_said:
+            said.append(Drain(within=max(0.0, self.drain_until - now)).model_dump_json().encode())
+            self._drain_said = True
         if self._beat_due:
             said.append(b'{"kind":"beat","revision":%d}' % self.view.revision)
         self._unsaid.clear()
@@ -280,7 +294,8 @@ class House:
     @property
     def unsaid(self) -> bool:
         """Whether `outgoing` has something."""
-        return bool(self._unsaid or self._notices or self._words or self._beat_due)
+        drain = self.drain_until is not None and not self._drain_said
+        return bool(self._unsaid or self._notices or self._words or self._beat_due or drain)
 
     def hear(self, said: Told | Heard | Farewell) -> Relay:
         """A message of the supervisor."""
@@ -311,6 +326,8 @@ class House:
 
     def departure(self, now: float) -> str:
         """Why the watchdog is to go now; "" while it is needed."""
+        if self.drain_until is not None and (why := self._drained(self.drain_until, now)):
+            return why
         if any(m.away_since is None for m in self.members.values()):
             return ""
         empty = now - self._empty_since
@@ -323,6 +340,13 @@ class House:
         if self._orderly and not self._away():
             return "its last member has left"
         return "its members are gone" if empty >= self.deadlines.orphan_hold else ""
+
+    def _drained(self, until: float, now: float) -> str:
+        # A beat later than the supervisor leaves them out, so that it is who decides.
+        if now >= until + self.deadlines.beat:
+            return "it was told to drain the host, and the time for it is over"
+        there = any(m.ended is None for m in self.members.values()) or self.expected
+        return "" if there or self._at_work() else "it was told to drain the host, and nobody is left"
 
     def _at_work(self) -> bool:
         """Whether a transfer needs what those who are gone have here: as long as the supervisor says so, and it is heard."""

@@ -28,7 +28,8 @@ _AGAIN: Final = 0.5  # seconds before a fork that failed is tried again
 @dataclass(frozen=True)
 class Scene:
     """What the watchdog knows besides movers. arenas: arena -> owner. members: those it serves, dead ones too while their
-    arenas are kept. current: the view is what the supervisor says now. layouts: ids whose bodies are here."""
+    arenas are kept. current: the view is what the supervisor says now. layouts: ids whose bodies are here. windowless: living
+    members whose windows are not here (yet)."""
 
     view: View
     host: str
@@ -36,6 +37,7 @@ class Scene:
     arenas: Mapping[str, str]
     members: Collection[str]
     layouts: Collection[str]
+    windowless: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -338,6 +340,8 @@ class Crew:
         yield from map(Fetch, missing)
         needed, _ = arenas_of(transfer, publication, scene.host)
         if missing or not needed <= set(scene.arenas):
+            return
+        if hand.member in scene.windowless and transfer.members.index(hand.member) in transfer.paused:
             return
         hand.transfer, hand.told, hand.stale, hand.said = transfer.id, transfer, False, None
         yield Assign(hand.mover, transfer, publication)

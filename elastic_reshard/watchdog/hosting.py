@@ -6,6 +6,7 @@ import asyncio
 from typing import Protocol
 
 from elastic_reshard.protocol.deadlines import Deadlines
+from elastic_reshard.protocol.places import Address
 from elastic_reshard.watchdog.core import House
 
 __all__ = ["Hosting", "Wakes"]
@@ -27,6 +28,8 @@ class Hosting(Protocol):
     def host(self) -> str: ...
     @property
     def url(self) -> str: ...
+    @property
+    def address(self) -> Address: ...
     @property
     def token(self) -> str: ...
     @property

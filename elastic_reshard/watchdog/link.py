@@ -11,7 +11,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from pydantic import ValidationError
@@ -89,7 +89,6 @@ class HostLink(Closing):
 
     def open(self, deadline: float) -> None:
         """Start the host's watchdog if there is none, attach, and wait until the supervisor has answered it.
-
         Blocks until `deadline`. Raises SupervisorUnreachable, Unauthorized, JoinRefused, MembershipError; then the link is
         closed."""
         self._thread.start()
@@ -118,23 +117,29 @@ class HostLink(Closing):
             self._statement, self._raw, self._unsent = statement, raw, True
             self._push()
 
-    def offer(self, arena: str, fd: int, table: bytes) -> None:
-        """Offer an arena of this member's own; `fd` is duplicated, and stays the caller's. Never waits."""
-        self._offer(Tag.OFFER, arena, fd, table)
+    def offer(self, arena: str, fd: int, table: bytes, memory: int = -1) -> None:
+        """Offer an arena of this member's own. Descriptors (memory: a device's) stay the caller's. Never waits. NotAMember."""
+        self._offer(Tag.OFFER, arena, fd, table, memory)
 
-    def offer_landing(self, arena: str, fd: int, table: bytes) -> None:
-        """Offer a landing arena of this member's own with a read-write `fd`, for its mover to write; others are given it to
-        read. It is duplicated, and stays the caller's; a new watchdog is offered it again. Never waits. Raises NotAMember."""
-        self._offer(Tag.LANDING, arena, fd, table)
+    def offer_landing(self, arena: str, fd: int, table: bytes, memory: int = -1) -> None:
+        """As `offer`, a landing arena: read-write, for the member's mover to write; others are given it to read."""
+        self._offer(Tag.LANDING, arena, fd, table, memory)
 
-    def _offer(self, tag: Tag, arena: str, fd: int, table: bytes) -> None:
+    def _offer(self, tag: Tag, arena: str, fd: int, table: bytes, memory: int) -> None:
         with self._lock:
             self._check()
-            copy = os.dup(fd)
-            self._shelf.put(arena, self._member, table, copy)
+            copy, more = os.dup(fd), os.dup(memory) if memory >= 0 else -1
+            self._shelf.put(arena, self._member, table, copy, more)
             if tag is Tag.LANDING:
                 self._landings.add(arena)
-            self._send(tag, arena_payload(arena, self._member, table), (copy,))
+            self._send(tag, arena_payload(arena, self._member, table), self._shelf.arenas[arena].fds)
+
+    def offer_window(self, fd: int) -> None:
+        """Give this member's window (`protocol.window`) to its mover, also by a new watchdog. As `offer`. Once."""
+        with self._lock:
+            self._check()
+            self._shelf.window = os.dup(fd)
+            self._send(Tag.WINDOW, b"", (self._shelf.window,))
 
     def withdraw(self, arena: str) -> None:
         """Give up an arena of this member's own: nobody gets it any more, and others let go of it. Never waits."""
@@ -176,7 +181,6 @@ class HostLink(Closing):
 
     def close(self, graceful: bool = True) -> None:
         """End the link. graceful: tell the watchdog that this member has left (up to 1 s, 3 s without a watchdog).
-
         Not graceful: the watchdog takes it for a member that may come back. May be called again, from any thread."""
         if os.getpid() != self._pid:
             self._abandon()
@@ -256,9 +260,8 @@ class HostLink(Closing):
         except ReshardError as error:
             self._failed(error)
         finally:
-            for watchdog in (lost, found):
-                if watchdog is not None:
-                    watchdog.close()
+            for watchdog in filter(None, (lost, found)):
+                watchdog.close()
             if self._stop_at is None and self._failure is None:
                 self._failed(
                     MembershipError(f"the library thread of member {self._member} ended by an error of its own")
@@ -327,7 +330,9 @@ class HostLink(Closing):
             self._send(Tag.ATTACH, self._raw)
             for arena, kept in self._shelf.arenas.items():
                 tag = Tag.LANDING if arena in self._landings else Tag.OFFER
-                self._send(tag, arena_payload(arena, kept.owner, kept.table), (kept.fd,))
+                self._send(tag, arena_payload(arena, kept.owner, kept.table), kept.fds)
+            if self._shelf.window >= 0:
+                self._send(Tag.WINDOW, b"", (self._shelf.window,))
             self._send(Tag.SETTLED)
 
     def _flush(self, found: Found) -> None:
@@ -377,8 +382,8 @@ class HostLink(Closing):
                 self._hear(said)
             case Tag.CONNECTION:
                 self._connection(message.payload)
-            case Tag.OFFER if len(message.fds) == 1:
-                self._offered(message.payload, message.fds[0])
+            case Tag.OFFER if len(message.fds) in (1, 2):
+                self._offered(message.payload, message.fds)
             case Tag.DROPPED:
                 self._dropped(message.payload.decode("ascii", "replace"))
             case Tag.REFUSE:
@@ -401,17 +406,17 @@ class HostLink(Closing):
             self._news.notify_all()
         self._changed()
 
-    def _offered(self, payload: bytes, fd: int) -> None:
+    def _offered(self, payload: bytes, fds: Sequence[int]) -> None:
         try:
             arena, owner, table = arena_of(payload)
         except ProtocolError:
-            os.close(fd)
+            close_all(fds)
             raise
         with self._lock:
             if arena in self._shelf.arenas or owner == self._member:
-                os.close(fd)
+                close_all(fds)
             else:
-                self._shelf.put(arena, owner, table, fd)
+                self._shelf.put(arena, owner, table, *fds)
             self._news.notify_all()
         self._changed()
 

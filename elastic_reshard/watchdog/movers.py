@@ -26,12 +26,14 @@ from elastic_reshard.mover.status import StatusReader
 from elastic_reshard.protocol.bits import pack
 from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.messages import LedgerSaid, MoverSaid
-from elastic_reshard.protocol.processes import started
+from elastic_reshard.protocol.processes import DUMP, started
 from elastic_reshard.protocol.wire import Tag
 from elastic_reshard.watchdog.connection import Connection
 from elastic_reshard.watchdog.crew import Action, Assign, Condemn, Crew, Fetch, Fork, Order, Scene, arenas_of, foreseen
 from elastic_reshard.watchdog.hosting import Hosting
 from elastic_reshard.watchdog.runtime import Deckhand, Paths, Record
+from elastic_reshard.watchdog.shelf import lent
+from elastic_reshard.watchdog.stock import Stock
 
 if TYPE_CHECKING:
     from elastic_reshard.arena.ledgers import LedgerReader
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["Movers"]
 
 _log = logger("watchdog")
-_DUMP: Final = signal.SIGUSR2  # as in mover.process, which a watchdog does not load
 _LOOK: Final = 0.1  # seconds for a condemned mover to write down its stacks
 _FORK: Final = 30.0  # seconds for a mover, its nursery's loading included
 _FETCH: Final = 5.0
@@ -51,7 +52,8 @@ class Manned(Hosting, Protocol):
 
     @property
     def paths(self) -> Paths: ...
-    def held(self, arena: str) -> tuple[int, bytes]: ...
+    @property
+    def stock(self) -> Stock: ...
     def write_record(self) -> None: ...
     def say(self, said: list[MoverSaid | LedgerSaid]) -> None: ...
 
@@ -151,7 +153,9 @@ class Movers:
     def _scene(self) -> Scene:
         house = self._service.house
         members = {*house.members, *house.expected}
-        return Scene(house.view, house.host, house.obeyed, house.arenas, members, self._layouts)
+        living = {*house.expected, *(name for name, guest in house.members.items() if guest.ended is None)}
+        windowless = {name for name in living if self._service.stock.window(name) < 0}
+        return Scene(house.view, house.host, house.obeyed, house.arenas, members, self._layouts, windowless)
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
@@ -303,18 +307,24 @@ class Movers:
         given: list[Given] = []
         try:
             for arena in sorted(a for a in needed | more if a in house.arenas):
-                fd, table = self._service.held(arena)
+                fds, table = self._service.stock.arenas[arena]
                 writable = arena in lands and house.arenas[arena] == member
                 # Opened anew from our read-only one: the only writable descriptor there is besides its owner's.
                 mode = os.O_RDWR if writable else os.O_RDONLY
-                ours = os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
-                given.append(Given(arena, house.arenas[arena], table.decode(), writable, ours))
+                given.append(Given(arena, house.arenas[arena], table.decode(), writable, lent(fds[0], mode)))
+                if len(fds) > 1:
+                    given[-1] = given[-1]._replace(memory=lent(fds[1], mode))
             names = {publication.layout, transfer.source.layout, *(d.layout for d in transfer.destinations)}
-            task = Task(transfer, publication, {name: self._layouts[name] for name in names}, tuple(given))
+            known = house.members.get(member)
+            stated = known.statement if known is not None else None
+            task = Task(
+                transfer, publication, {name: self._layouts[name] for name in names}, tuple(given),
+                stated.device if stated is not None else "", self._service.stock.window(member),
+            )  # fmt: skip
             self._service.write_record()
-            self._connections[mover].send(Tag.TASK, task.payload(), tuple(g.fd for g in given))
+            self._connections[mover].send(Tag.TASK, task.payload(), task.fds)
         finally:
-            close_all([g.fd for g in given])
+            close_all([fd for g in given for fd in g.fds])
         _log.info("mover.tasked", member=member, mover=mover, transfer=transfer.id, arenas=len(given))
 
     async def _fetch(self, layout: str) -> None:
@@ -340,7 +350,7 @@ class Movers:
         return found
 
     def _ledger(self, arena: str) -> LedgerReader | None:
-        fd, table = self._service.held(arena)
+        (fd, *_), table = self._service.stock.arenas[arena]
         if arena not in self._ledgers and b'"landing"' in table[:200]:
             from elastic_reshard.arena.ledgers import LedgerReader
 
@@ -368,7 +378,7 @@ class Movers:
             self._service.loop.call_soon(self._ended, action.mover)
             return
         loop, deadlines = self._service.loop, self._service.deadlines
-        if action.dump and _runs(hand.pid) and _signal(pidfd, _DUMP):
+        if action.dump and _runs(hand.pid) and _signal(pidfd, DUMP):
             loop.call_later(_LOOK, self._kill, action.mover, pidfd)
         else:
             _signal(pidfd, signal.SIGKILL)

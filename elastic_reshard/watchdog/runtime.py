@@ -4,6 +4,7 @@
                <host>.lock   whoever starts, replaces or ends a watchdog holds its flock; names the watchdog being started
                <host>.json   who the watchdog is, and its members (`Record`); a replacement reads it
                <host>.log    the watchdog's log
+               <host>.drain  until when the host is to be empty (`watchdog.drain`)
                ~nursery-N.*  socket, lock and log of the machine's nursery (`mover.nursery`), N its network namespace; no
                              host has such a name
 """
@@ -102,6 +103,11 @@ class Paths:
     def log(self) -> Path:
         """The watchdog's log."""
         return self._file("log")
+
+    @property
+    def drain(self) -> Path:
+        """Until when the host is to be empty."""
+        return self._file("drain")
 
     def make(self) -> None:
         """Make the folders, only for this user. Raises MembershipError if others could change what is in them."""

@@ -9,24 +9,27 @@ import json
 import logging
 import os
 import platform
-import resource
+import signal
 import socket
-import stat
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from elastic_reshard.errors import ProtocolError
 from elastic_reshard.log import logger
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.messages import LedgerSaid, MoverSaid, Statement
+from elastic_reshard.protocol.places import Address
+from elastic_reshard.protocol.processes import serviceable
 from elastic_reshard.protocol.view import Told, read_down
 from elastic_reshard.protocol.wire import Arena, Tag, arena_payload
 from elastic_reshard.watchdog.connection import Connection, statement_of
 from elastic_reshard.watchdog.core import House, Relay
+from elastic_reshard.watchdog.drain import asked_until, write_down
 from elastic_reshard.watchdog.movers import Movers
 from elastic_reshard.watchdog.runtime import Lock, Paths, Record, Resident, read_record, started
+from elastic_reshard.watchdog.stock import Stock
 from elastic_reshard.watchdog.uplink import Uplink
 
 __all__ = ["Service", "run"]
@@ -40,7 +43,8 @@ class Service:
     """One host's watchdog. All of it runs on one event loop."""
 
     def __init__(self, settings: dict[str, Any], deadlines: Deadlines) -> None:
-        self.job, self.host, self.url = settings["job"], settings["host"], settings["url"]
+        self.job, self.host = settings["job"], settings["host"]
+        self.address = Address(settings["url"], self.job, settings["runtime"], settings["seen"])
         self.token: str = settings["token"]
         self.deadlines = deadlines
         self.paths = Paths.of(self.job, self.host, Path(settings["runtime"]))
@@ -50,10 +54,10 @@ class Service:
         self.done = asyncio.Event()
         self.uplink = Uplink(self)
         self.movers = Movers(self, settings)
+        self.stock = Stock()
         self._connections: set[Connection] = set()
         self._attached: dict[str, Connection] = {}
         self._pidfds: dict[str, tuple[int, int, int]] = {}  # member -> pidfd, pid, start
-        self._arenas: dict[str, tuple[int, bytes]] = {}  # arena -> O_RDONLY descriptor, table
         self._listener: socket.socket | None = None
         self._inode = (0, 0)
         self._going_since: float | None = None
@@ -61,6 +65,11 @@ class Service:
         self._connection_state = json.dumps({"connected": False, "kind": "", "reason": "not connected yet"}).encode()
 
     # -- beginning and end
+
+    @property
+    def url(self) -> str:
+        """Where the supervisor was last known to be."""
+        return self.address.url
 
     def listen(self) -> None:
         """Take the place of whoever was there before. The caller holds the host's lock."""
@@ -76,6 +85,8 @@ class Service:
         self._listener = listener
         self.loop.add_reader(listener.fileno(), self._accept)
         self.write_record()
+        if asked_until(self.paths, self.loop.time()) is not None:  # our predecessor was to drain the host
+            self.loop.call_soon(self.drain)
         self.loop.call_soon(self._tick)
         self.loop.call_soon(self.movers.begin)
         _log.info("watchdog.listening", job=self.job, host=self.host, watchdog=self.instance, pid=os.getpid())
@@ -144,6 +155,8 @@ class Service:
         if self._depart():
             hook("watchdog.exiting")
             _log.info("watchdog.exits", host=self.host, why=why)
+            if self.house.drain_until is not None:
+                self._turn_out()
             self._orderly = True
             self.done.set()
 
@@ -155,7 +168,7 @@ class Service:
         if not lock.take():
             return False
         self.close_listener()
-        for path in (self.paths.sock, self.paths.record, self.paths.log):
+        for path in (self.paths.sock, self.paths.record, self.paths.log, self.paths.drain):
             path.unlink(missing_ok=True)
         lock.remove()
         lock.release()
@@ -163,6 +176,22 @@ class Service:
             with contextlib.suppress(OSError):  # other hosts of the job
                 self.paths.folder.rmdir()
         return True
+
+    def drain(self) -> None:
+        """SIGTERM: the host is to be emptied. The supervisor asks its members to leave; we go when they have, or in time."""
+        now = self.loop.time()
+        until = asked_until(self.paths, now) or now + self.deadlines.drain
+        self.house.drain(until - now, now)
+        _log.warning("watchdog.drains", host=self.host, within=round(until - now, 3), members=self.house.attached)
+        write_down(self.paths, self.house.drain_until or until)
+        self.uplink.wake()
+        self._judge()
+
+    def _turn_out(self) -> None:
+        """Who did not leave in time is told so: it must not start another watchdog on a host that goes."""
+        why = f"host {self.host} was drained and its time is over; join again on another host"
+        for connection in list(self._attached.values()):
+            connection.refuse("NotAMember", why)
 
     def close_listener(self) -> None:
         """Nobody comes any more."""
@@ -204,7 +233,7 @@ class Service:
         connection.send(Tag.CONNECTION, self._connection_state)
         if self.house.view.term:
             connection.send(Tag.SUPERVISOR, self.house.view.snapshot().model_dump_json().encode())
-        for arena in self._arenas:
+        for arena in self.stock.arenas:
             self._pass_on(arena, connection)
         connection.send(Tag.SETTLED)
         self.uplink.wake()
@@ -244,6 +273,7 @@ class Service:
         if self.house.end(name, how, self.loop.time()):
             _log.warning("member.ended", member=name, how=how)
             hook("watchdog.ended")
+        self.stock.drop_window(name)
         self._unwatch(name)
         connection = self._attached.get(name)
         if connection is not None:
@@ -254,46 +284,35 @@ class Service:
 
     # -- arenas
 
-    def offer(self, connection: Connection, arena: Arena, fd: int) -> None:
-        """Take an arena in (and its descriptor over) and pass it on to everybody else. Raises ProtocolError."""
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ProtocolError(f"an offer of arena {arena.arena} with a descriptor that is no memory")
-            fresh = arena.arena not in self._arenas
-            # Opened anew: nobody whom we pass it to can write by mistake.
-            readonly = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC) if fresh else -1
-        except OSError as error:
-            raise ProtocolError(f"the descriptor of arena {arena.arena} cannot be kept: {error}") from error
-        finally:
-            os.close(fd)
-        kept = self.house.offer(connection.member, arena.arena, arena.owner)
-        if not kept and fresh:
-            os.close(readonly)
-        if not kept:
+    def offer(self, connection: Connection, arena: Arena, fds: Sequence[int]) -> None:
+        """Take an arena in (and its descriptors over) and pass it on to everybody else. Raises ProtocolError."""
+        fresh = self.stock.put(arena.arena, fds, arena.table)
+        if not self.house.offer(connection.member, arena.arena, arena.owner):
+            if fresh:
+                self.stock.drop(arena.arena)
             connection.send(Tag.DROPPED, arena.arena.encode())
         elif fresh:
-            self._arenas[arena.arena] = (readonly, arena.table)
             hook("watchdog.offered")
             for other in list(self._attached.values()):
                 if other is not connection:
                     self._pass_on(arena.arena, other)
             self.movers.act()
 
-    def held(self, arena: str) -> tuple[int, bytes]:
-        """An arena that is kept: (our O_RDONLY descriptor, its table)."""
-        return self._arenas[arena]
+    def window(self, member: str, fd: int) -> None:
+        """Keep a member's window for its mover; the descriptor is ours from now on."""
+        self.stock.put_window(member, fd)
+        self.movers.act()
 
     def _pass_on(self, arena: str, to: Connection) -> None:
-        fd, table = self._arenas[arena]
+        fds, table = self.stock.arenas[arena]
         owner = self.house.arenas[arena]
         if owner != to.member:
-            to.send(Tag.OFFER, arena_payload(arena, owner, table), (fd,))
+            to.send(Tag.OFFER, arena_payload(arena, owner, table), fds)
 
     def drop(self, arenas: list[str]) -> None:
         """These are kept no more; tell everybody."""
         for arena in arenas:
-            fd, _ = self._arenas.pop(arena)
-            os.close(fd)
+            self.stock.drop(arena)
             self.movers.dropped(arena)
             _log.info("arena.dropped", arena=arena)
             for connection in list(self._attached.values()):
@@ -369,17 +388,14 @@ class Service:
             connection.close("the watchdog goes")
         for name in list(self._pidfds):
             self._unwatch(name)
-        for fd, _ in self._arenas.values():
-            os.close(fd)
-        self._arenas.clear()
+        self.stock.close()
 
 
 def run(settings: dict[str, Any]) -> None:
     """Serve until there is nothing to guard. Blocks; the caller is a process of its own that holds the host's lock."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("websockets").setLevel(logging.WARNING)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if soft >= 0 else soft, hard))
+    serviceable()
     asyncio.run(_serve(settings))
 
 
@@ -393,6 +409,7 @@ async def _serve(settings: dict[str, Any]) -> None:
     lock.sign()
     hook("watchdog.forked")
     service.listen()
+    service.loop.add_signal_handler(signal.SIGTERM, service.drain)
     lock.clear()
     lock.release()
     uplink = asyncio.create_task(service.uplink.run())

@@ -12,6 +12,7 @@ from typing import Any
 
 from elastic_reshard.errors import MembershipError
 from elastic_reshard.protocol.deadlines import Deadlines
+from elastic_reshard.protocol.places import Address
 from elastic_reshard.watchdog.runtime import Lock, Paths
 
 __all__ = ["HostConfig", "start"]
@@ -22,8 +23,9 @@ class HostConfig:
     """Which watchdog a member wants: of which host of which job, and how it reaches the supervisor.
 
     url: http://HOST:PORT of the supervisor. token: the job's. runtime: the runtime folder, None for the usual one.
-    host: a name; two names on one machine are two hosts. work: what movers do their work with, and nothing loaded before
-    (`mover.process.Work`, by dotted name): only this package's tests say it.
+    seen: where the runtime folder said then that the supervisor is (`places.Address`). host: a name; two names on one
+    machine are two hosts. work: what movers do their work with, and nothing loaded before (`mover.process.Work`, by dotted
+    name): only this package's tests say it.
     """
 
     job: str
@@ -33,6 +35,10 @@ class HostConfig:
     runtime: Path | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
     work: str = ""
+    seen: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "seen", Address(self.url, self.job, self.runtime).seen)
 
     @property
     def paths(self) -> Paths:
@@ -45,6 +51,7 @@ class HostConfig:
             "job": self.job,
             "host": self.host,
             "url": self.url,
+            "seen": self.seen,
             "token": self.token,
             "runtime": str(self.paths.base),
             "log": str(self.paths.log),

@@ -50,8 +50,11 @@ class Uplink:
         self._flushed = asyncio.Event()
         self._why = ""
         self._socket: ClientConnection | None = None
-        scheme, _, rest = service.url.partition("://")
-        self._url = f"{'wss' if scheme == 'https' else 'ws'}://{rest.rstrip('/')}/v1/host"
+
+    @property
+    def _url(self) -> str:
+        scheme, _, rest = self._service.url.partition("://")
+        return f"{'wss' if scheme == 'https' else 'ws'}://{rest.rstrip('/')}/v1/host"
 
     def wake(self) -> None:
         """Look for what is unsaid."""
@@ -87,6 +90,8 @@ class Uplink:
     async def _once(self, client: Any, exceptions: Any) -> None:
         """One connection, to its end. Returns if it lasted; else raises why it did not."""
         service = self._service
+        if service.address.look():
+            _log.warning("supervisor.moved", url=service.url)
         try:
             socket = await client.connect(
                 self._url,
@@ -156,7 +161,7 @@ class Uplink:
         await socket.send(self._service.hello(), text=True)
         while True:
             self._flushed.clear()
-            for said in house.outgoing():
+            for said in house.outgoing(self._service.loop.time()):
                 await socket.send(said, text=True)
             if not house.unsaid:
                 self._flushed.set()

@@ -15,6 +15,7 @@ from elastic_reshard.errors import ArenaError, GroupBroken
 from elastic_reshard.layout import ModelLayout
 from elastic_reshard.member.installer import Installer
 from elastic_reshard.member.puller import Prepared, Puller
+from elastic_reshard.member.stage import Stage
 from elastic_reshard.protocol.docs import (
     LandedDoc,
     LandingDoc,
@@ -43,7 +44,7 @@ class Engine(Job):
         self.remote.layouts |= {"S": SOURCE, "L1": WANTED}
         self.live = {n: torch.zeros(t.shape, dtype=torch.bfloat16) for n, t in WANTED.items()}
         puller = Puller(0, tensors=self.live, given=WANTED)
-        self.installer = Installer(self.desk, puller, cast(Any, self.remote), CELL, 0.0)
+        self.installer = Installer(self.desk, puller, cast(Any, self.remote), CELL, 0.0, Stage("e", "auto"))
         self.trainers = [SourceRank(SOURCE, rank) for rank in range(2)]
         self.mine, self.other = (LandingRank(WANTED, 0, name) for name in (ME, "other@1"))
         for seat in (self.mine, self.other):

@@ -139,7 +139,7 @@ def test_it_is_tried_again_until_memory_is_there(job: Landing, monkeypatch: pyte
     reports: list[MemoryReport] = []
     scarce = threading.Event()
 
-    def report(needed: int, what: str) -> MemoryReport:
+    def report(needed: int, what: str, **on_device: object) -> MemoryReport:
         free = 0 if not scarce.is_set() else 1 << 40
         reports.append({"what": what, "needed": needed, "free": {"cgroup": free}, "limit": "cgroup"})
         return reports[-1]

@@ -171,3 +171,13 @@ def test_a_task_travels() -> None:
                          (made.payload().replace(b'"weight_version":1', b'"weight_version":-1'), (7, 8))]:  # fmt: skip
         with pytest.raises(ProtocolError):
             Task.read(payload, fds)
+
+
+def test_a_task_travels_with_second_descriptors_and_a_window() -> None:
+    given = (Given("a" * 32, M, "{}", True, 7, 8), Given("b" * 32, N, "{}", False, 9))
+    made = replace(task(), arenas=given, device="pretend:1", window=10)
+    assert made.fds == (7, 8, 9, 10)
+    assert Task.read(made.payload(), made.fds) == made
+    for fds in ((7, 8, 9), (7, 8, 9, 10, 11), (7, 8, 10), ()):
+        with pytest.raises(ProtocolError):
+            Task.read(made.payload(), fds)

@@ -64,3 +64,38 @@ def test_an_abort_ends_the_wait_with_its_reason() -> None:
     with pytest.raises(TransferError, match="first"):
         gate.may_begin(1)
     assert gate.began == 0
+
+
+def test_what_lets_a_round_in_is_asked_again_and_again() -> None:
+    """As a member's window: closed for a while, then open."""
+    gate, asked = Gate(), []
+
+    def enter() -> bool:
+        asked.append(gate.began)
+        return len(asked) > 3
+
+    assert gate.may_begin(0, enter)
+    assert asked == [0, 0, 0, 0]
+    assert gate.began == 1, "a round that was not let in has not begun"
+
+
+@pytest.mark.parametrize("how", ["abort", "until"])
+def test_a_round_that_is_not_let_in_is_left_at_once(how: str) -> None:
+    gate, said = Gate(), []
+
+    def asks() -> None:
+        try:
+            said.append(gate.may_begin(1, lambda: False))
+        except TransferError:
+            said.append("aborted")
+
+    assert gate.may_begin(0)
+    thread = threading.Thread(target=asks)
+    thread.start()
+    if how == "abort":
+        gate.abort("it breaks")
+    else:
+        assert gate.hold() == 1, "it waits outside of round 1"
+        gate.until(0)
+    thread.join(5)
+    assert said == ["aborted" if how == "abort" else False]

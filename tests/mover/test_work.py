@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from elastic_reshard.arena.channel import close_all
+from elastic_reshard.arena.pretend import PretendDevice, PretendStream, open_pretend
 from elastic_reshard.communicator.gloo import GlooBackend
-from elastic_reshard.errors import PeerLost, ProtocolError
-from elastic_reshard.mover.task import Task
+from elastic_reshard.errors import ArenaError, PeerLost, ProtocolError
+from elastic_reshard.mover.ready import Shelf
+from elastic_reshard.mover.task import Given, Task
 from elastic_reshard.mover.work import Worker
 from elastic_reshard.protocol import bits
+from elastic_reshard.protocol.window import Window
 from tests.mover import world as w
 from tests.mover.world import Page, World, small
 
@@ -47,6 +53,78 @@ def test_out_is_said_when_every_operation_has_returned_and_not_before() -> None:
     said = news.get(timeout=20)
     assert (said.state, said.outcome, said.error) == ("out", "stopped", "")
     worker.finish()
+    world.close()
+
+
+def test_the_window_is_left_before_out_is_said() -> None:
+    """After "out" the next transfer may enter it; this one must not take that one's word away."""
+    world, window, heard = small(), Window(), queue.Queue[tuple[str, bool]]()
+    task = world.parcel(world.members[2], *world.documents()).open()
+
+    class Lost(Deaf):
+        def form(self, *_: Any) -> Any:
+            window.open()
+            turn = worker._job.turn if worker._job is not None else None
+            assert turn is not None
+            assert turn.enter()
+            raise PeerLost("nobody came", (1,))
+
+    worker = Worker(world.members[2], Page(), lambda said: heard.put((said.state, window.inside)), Lost())  # type: ignore[arg-type]
+    worker.begin(replace(task, window=os.dup(window.fd)))
+    assert heard.get(timeout=20) == ("out", False)
+    worker.finish()
+    window.give_up()
+    world.close()
+
+
+def test_a_mover_whose_device_has_failed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its context is of no use any more, and only a fresh process gets another."""
+    world, backend, ended = small(), Deaf(), queue.Queue[tuple[int, int]]()
+    device, lost = PretendDevice(0), ArenaError("an illegal address was met")
+
+    def broken() -> bool:
+        raise lost
+
+    device._current = PretendStream(98)
+    device._current.submit(broken)
+    monkeypatch.setattr("elastic_reshard.mover.work.os.kill", lambda *said: ended.put(said))
+    news = queue.Queue[Any]()
+    worker = Worker(world.members[2], Page(), news.put, backend)  # type: ignore[arg-type]
+    worker.begin(world.parcel(world.members[2], *world.documents()).open())
+    assert backend.entered.wait(20)
+    worker._shelf.device = device
+    backend.free.set()
+    assert ended.get(timeout=20) == (os.getpid(), signal.SIGKILL)
+    assert "illegal address" in news.get(timeout=20).reason
+    while news.get(timeout=20).state != "out":
+        pass
+    worker.finish()
+    world.close()
+
+
+def test_a_bound_part_keeps_its_staging_where_the_device_reaches_it() -> None:
+    """Also when a larger part has taken its place: programs are kept, and run again."""
+    world, device = small(), open_pretend(0)
+    shelf = Shelf(world.members[2])
+    shelf.device = device
+    shelf.ready(world.parcel(world.members[2], *world.documents()).open())
+    arena = shelf._staging._arena
+    assert arena is not None
+    first = int(arena.bytes.ctypes.data)
+    shelf._staging.of(arena.nbytes + 1)
+    assert device._hosts.keepers([(first, first + arena.nbytes)])
+    world.close()
+
+
+def test_the_device_of_a_member_without_a_statement_is_told_by_its_arena() -> None:
+    world = small()
+    task = world.parcel(world.members[2], *world.documents()).open()
+    table = '{"memory":{"kind":"pretend","device":"pretend:%d","nbytes":65536}}'
+    given = [Given(f"{n}" * 32, world.members[n], table % n, False, -1, 0) for n in (1, 2)]
+    shelf = Shelf(world.members[2])
+    shelf._open(replace(task, device="", arenas=tuple(given)))
+    assert shelf.device is open_pretend(2)
+    close_all([fd for g in task.arenas for fd in g.fds])
     world.close()
 
 

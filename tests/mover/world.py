@@ -347,7 +347,7 @@ class Parcel:
         ]
         doc = TransferDoc.model_validate_json(self.transfer)
         payload = Task(doc, PublicationDoc.model_validate_json(self.publication), self.layouts).payload()
-        said = {**json.loads(payload), "arenas": [list(row) for row in self.rows]}
+        said = {**json.loads(payload), "arenas": [[*row, 1] for row in self.rows]}
         return Task.read(json.dumps(said).encode(), fds)
 
 

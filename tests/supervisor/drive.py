@@ -40,7 +40,7 @@ from tests.supervisor.sim.shell import Disk, answer_examine, answer_match, cover
 __all__ = ["TEXTS", "play"]
 
 TEXTS = Path(__file__).parent / "interaction"
-_QUIET = {"membership_epoch", "reason", "epoch"}
+_QUIET = {"membership_epoch", "reason", "epoch", "network"}
 
 
 class Stage:

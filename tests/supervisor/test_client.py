@@ -113,7 +113,7 @@ class Stubborn(http.server.BaseHTTPRequestHandler):
 
 
 def test_waiting_has_an_end_that_names_who_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_reshard.supervisor.client._GRACE", 0.2)
+    monkeypatch.setattr("elastic_reshard.supervisor.calls.GRACE", 0.2)
     with answering(Stubborn) as url, SupervisorClient(url, "token") as client:
         for call, said in (
             (lambda: client.drain("a", within=0.1), f"host a: {name(0)} did not leave within 0.1 s"),

@@ -158,3 +158,61 @@ def test_what_trainers_published_lives_on_without_them_and_through_a_restart(see
     scene.world.supervisors[-1].die()
     scene.world.start_supervisor()
     scene.until(lambda: scene.current(publication), 20.0)
+
+
+def _shut(scene: Scene, group: str) -> bool:
+    """Whether every mover of a group waits for its member's window."""
+    movers = scene.movers(f"{group}-")
+    return bool(movers) and all(m.work is not None and m.work.shut for m in movers)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_closed_window_is_no_stall(seed: int) -> None:
+    """The trainers compute for longer than a stall, and than anybody waits for a straggler."""
+    scene = Scene(seed, late_after=2.0)
+    scene.world.closed.add("t")
+    publication = scene.publish()
+    scene.until(lambda: _shut(scene, "t"), 10.0)
+    since, deadlines = scene.world.clock.now, scene.world.deadlines
+    scene.until(lambda: scene.world.clock.now - since > 3 * deadlines.stall, 4 * deadlines.stall)
+    assert _shut(scene, "t")
+    assert not any(work.cells for m in scene.movers() if (work := m.work) is not None)
+    scene.world.closed.clear()
+    scene.until(lambda: scene.current(publication), 10.0)
+    assert scene.formed(publication) == 1
+    assert scene.most_arrivals() == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_computes_is_left_behind_and_caught_up_when_it_is_idle(seed: int) -> None:
+    scene = Scene(seed, engines=(2, 1), late_after=6.0)
+    first = scene.publish()
+    scene.until(lambda: scene.current(first), 10.0)
+    scene.world.closed.add("e1")
+    publication = scene.publish()
+    took = scene.until(lambda: scene.state(publication) is PublicationState.COMMITTED, 20.0)
+    assert took <= 6.0 + scene.world.deadlines.abort + 3.0
+    scene.until(lambda: scene.current(publication, ["e0"]), 5.0)
+    # It is tried again when nobody else waits; the next version does not wait for that.
+    scene.until(lambda: _shut(scene, "e1"), 10.0)
+    third = scene.publish()
+    took = scene.until(lambda: scene.current(third, ["e0"]), 10.0)
+    assert took <= scene.world.deadlines.abort + 3.0 < 6.0
+    assert not scene.job.publications[third.id].doc.reason
+    scene.world.closed.clear()
+    scene.until(lambda: scene.current(third), 30.0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_was_late_is_served_before_one_who_computes(seed: int) -> None:
+    """One engine is slow to plan, and left behind; then the only other one is found to compute for long."""
+    scene = Scene(seed, engines=(2, 1), late_after=1.0)
+    scene.world.dull.add("e0")
+    scene.world.closed.add("e1")
+    publication = scene.publish()
+    scene.until(lambda: _shut(scene, "e1"), 10.0)
+    scene.world.dull.clear()
+    scene.until(lambda: scene.state(publication) is PublicationState.COMMITTED, 20.0)
+    assert _shut(scene, "e1") or not scene.current(publication, ["e1"])
+    scene.world.closed.clear()
+    scene.until(lambda: scene.current(publication), 60.0)

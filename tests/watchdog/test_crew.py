@@ -419,3 +419,19 @@ def test_when_a_nursery_is_loaded_ahead(here: set[Any], there: set[Any], likely:
     assert foreseen(view, "a") is likely
     view.members = {name: m.model_copy(update={"state": MemberState.LOST}) for name, m in view.members.items()}
     assert not foreseen(view, "a")
+
+
+def test_who_must_take_turns_is_not_given_a_transfer_without_its_window() -> None:
+    made, paused = crew(), doc(paused=(1,))
+    made.decide(scene(paused), 0.0)
+    made.forked(X, 7, 70, 0.0)
+    made.attach(X, M, "", 7, 70, 0.0)
+    assert made.decide(scene(paused, windowless={M}), 0.1) == []
+    assert made.decide(scene(paused, windowless={N}), 0.2) == [Assign(X, paused, publication())]
+    other = crew()
+    other.decide(scene(doc()), 0.0)
+    other.forked(X, 7, 70, 0.0)
+    other.attach(X, M, "", 7, 70, 0.0)
+    assert other.decide(scene(doc(), windowless={M}), 0.1) == [Assign(X, doc(), publication())], (
+        "its window does not count"
+    )

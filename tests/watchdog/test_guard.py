@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -10,8 +11,9 @@ import time
 import pytest
 
 from elastic_reshard.protocol.deadlines import Deadlines
+from elastic_reshard.protocol.window import Window
 from elastic_reshard.watchdog.link import HostLink
-from tests.watchdog.world import Local, World, until
+from tests.watchdog.world import Local, World, memory, read, table_of, until
 
 
 def replaced(link: HostLink, before: str, within: float) -> float:
@@ -185,3 +187,44 @@ def test_close_says_goodbye_to_the_replacement(here: World) -> None:
     one.link.close()
     until(lambda: [e for e in here.supervisor.ended(one.member) if e.how == "left"])
     assert isinstance(two, Local)
+
+
+def test_arenas_of_two_descriptors_and_windows_outlive_a_watchdog(here: World) -> None:
+    """One is offered again by its owner; one of a member that ended is collected from who has it. A window comes again too."""
+    one, two, doomed = here.local("one").open(), here.local("two").open(), here.local("doomed").open()
+    arenas = {owner: _offer_two(owner, start) for owner, start in ((one, 100), (doomed, 200))}
+    window = Window()
+    one.link.offer_window(window.fd)
+    for arena in arenas.values():
+        _values_of_two(two, arena)
+    here.kill()
+    doomed.link.close(graceful=False)
+    late = here.local("late").open()
+    for reader in (late, two):
+        assert _values_of_two(reader, arenas[one]) == (100, 1100)
+        assert _values_of_two(reader, arenas[doomed]) == (200, 1200)
+    held = f"/proc/{here.watchdog().pid}/fd"
+    until(lambda: any("member window" in os.readlink(f"{held}/{fd}") for fd in os.listdir(held)))
+    window.give_up()
+    Local(here.config(), member=doomed.member).open().link.close()  # so that its watchdog knows that it has gone
+
+
+def _offer_two(owner: Local, start: int) -> str:
+    """Offer an arena whose second descriptor holds numbers that are greater by 1000."""
+    arena, fd = memory(start, 8)
+    _, more = memory(start + 1000, 8)
+    owner.link.offer(arena, fd, table_of(start, 8), more)
+    os.close(fd)
+    os.close(more)
+    return arena
+
+
+def _values_of_two(reader: Local, arena: str) -> tuple[int, int]:
+    """The first number in each; both descriptors must be read-only."""
+    held = reader.link.arena(arena, time.monotonic() + 5.0)
+    start = json.loads(held.table)["start"]
+    try:
+        return read(held.fd, held.table)[0], read(held.memory, table_of(start + 1000, 8))[0]
+    finally:
+        os.close(held.fd)
+        os.close(held.memory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -235,10 +234,3 @@ def test_a_process_that_just_exits_is_seen_to_end(here: World) -> None:
     assert agent.process.wait(5) == 0
     until(lambda: here.supervisor.ended(agent.member), 2.0)
     assert keeper.link.connected
-
-
-def test_sigterm_to_the_watchdog_is_survived(here: World) -> None:
-    local = here.local().open()
-    record = here.watchdog()
-    os.kill(record.pid, signal.SIGTERM)
-    until(lambda: local.link.watchdog_instance not in ("", record.watchdog) and local.link.connected)

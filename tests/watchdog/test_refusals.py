@@ -223,7 +223,10 @@ def test_garbage_of_a_member_ends_its_connection_only(here: World) -> None:
         (Tag.OFFER, arena_payload(arena, "nobody", b"{}"), (fd,)),
         (Tag.OFFER, arena_payload("../../etc", local.member, b"{}"), (fd,)),
         (Tag.OFFER, arena_payload(arena, local.member, b"{}"), ()),
-        (Tag.OFFER, arena_payload(arena, local.member, b"{}"), (fd, fd)),
+        (Tag.OFFER, arena_payload(arena, local.member, b"{}"), (fd, fd, fd)),
+        (Tag.WINDOW, b"", ()),
+        (Tag.WINDOW, b"", (fd,)),  # of another size
+        (Tag.WINDOW, b"", (reader,)),
         (Tag.OFFER, arena_payload(arena, local.member, b"{}"), (reader,)),  # no memory
         (Tag.OFFER, b"no json\nat all", (fd,)),
         (Tag.BEAT, b"", (fd,)),

@@ -39,6 +39,7 @@ class Work:
     cells: int = 0
     pending: set[Ship] = field(default_factory=set)
     running: bool = False
+    shut: bool = False  # it waits for its member's window
     aborted: bool = False
     closed: bool = False
     end: int | None = None
@@ -214,7 +215,9 @@ class Mover(Proc):
         if work is None:
             return Glance(beats, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         peer = cell = 0
-        if work.pending and self.slowness == 1.0:
+        if work.shut:
+            peer = cell = work.doc.members.index(self.member) + 1
+        elif work.pending and self.slowness == 1.0:
             ship = min(work.pending)
             peer, cell = work.doc.members.index(ship.other(self.member)) + 1, ship.cell + 1
         return Glance(beats, 3, peer, cell, 0, work.cells, work.began, 0, work.cells, 0)
@@ -305,12 +308,23 @@ class Mover(Proc):
         elif work.end is not None and number >= work.end:
             self._out(work, "stopped")
         elif not work.closed or work.end is not None:
+            was, work.shut = work.shut, self.member.partition("-")[0] in self.world.closed
+            if work.shut:
+                if not was:
+                    self._knock(work)
+                return
             work.began += 1
             work.pending = {s for s in work.rounds[number] if self.member in (s.sender, s.receiver)}
             if not work.pending:
                 self.after(0.001, self.go_on, work)
             elif work.meeting is not None:
                 work.meeting.kick()
+
+    def _knock(self, work: Work) -> None:
+        """Look at the window again and again."""
+        if work is self.work and not work.out and work.shut:
+            self.go_on(work)
+            self.after(0.005, self._knock, work)
 
     def _hold(self) -> None:
         if self.work is not None and not self.work.out:
@@ -334,6 +348,8 @@ class Mover(Proc):
         if work.meeting is None:
             if work.progress.state == "ready":
                 self._out(work, "stopped")
+        elif work.shut:
+            self._out(work, "stopped")
         elif self.world.rng.random() < 0.6:  # else a blocked operation stays blocked
             self.after(0.1 * self.world.rng.random(), self._out, work, "failed")
 

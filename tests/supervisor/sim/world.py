@@ -132,6 +132,7 @@ class World:
         self.landings = Landings(self)
         self.slow: dict[str, float] = {}  # groups whose movers carry, or plan, slowly
         self.dull: set[str] = set()
+        self.closed: set[str] = set()  # groups whose members' windows are closed
         self.watchdogs: dict[str, Watchdog] = {}
         self.dogs = self.rounds = 0
         self.recover_from = 0  # while a journal is lost

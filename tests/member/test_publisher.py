@@ -1,0 +1,62 @@
+"""The source side of a member on a device: what a publish waits for, and what is left of it afterwards."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+
+from elastic_reshard.arena.pretend import empty, open_pretend
+from elastic_reshard.member.core import MemberCore
+from elastic_reshard.member.desk import Desk
+from elastic_reshard.member.filler import Filler
+from elastic_reshard.member.publisher import Publisher
+from elastic_reshard.member.stage import Stage, Turns
+from elastic_reshard.protocol.messages import GroupSpec
+from elastic_reshard.protocol.window import Turn, Window
+from tests.member.desks import ME, Link, Remote
+
+NUMBER = 41  # of a pretend device that no other test uses
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    core = MemberCore(ME, GroupSpec(name="g", size=1, rank=0), frozenset({"source"}), "h", os.getpid())
+    made = Desk(core)
+    made.link = cast(Any, Link())
+    made.turns = Turns(ME, Window())
+    yield made
+    made.turns.close()
+
+
+def publisher(desk: Desk) -> Publisher:
+    tensors = {"a": empty((300, 7), torch.float32, NUMBER)}
+    return Publisher(desk, Filler(tensors, None, None, 0), cast(Any, Remote()), 0.0, Stage("m", "auto"))
+
+
+def test_a_publish_with_a_free_slot_waits_for_no_mover(desk: Desk) -> None:
+    window = desk.turns.window
+    assert window is not None
+    turn = Turn(os.dup(window.fd))
+    window.open()
+    assert turn.enter()
+    assert not window.close(time.monotonic()), "the mover is inside, and waits for a peer"
+    begun = time.monotonic()
+    publisher(desk).publish("x", None, timeout=20.0)
+    assert time.monotonic() - begun < 10
+    turn.close()
+
+
+def test_who_has_left_keeps_no_memory_of_a_device(desk: Desk) -> None:
+    before = open_pretend(NUMBER).free()
+    source = publisher(desk)
+    kept = source.publish("x", None, timeout=20.0)
+    assert open_pretend(NUMBER).free() < before
+    source.close()
+    source._filler = cast(Any, None)  # the user's own tensors
+    assert open_pretend(NUMBER).free() == before
+    assert kept.nbytes == 300 * 7 * 4
