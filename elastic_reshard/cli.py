@@ -1,8 +1,9 @@
 """The command line: `elastic-reshard demo | plan | bench | supervisor | status | watch | leave | drain | shrink | grow |
 chaos`. Results go to standard output, progress to standard error.
 
-Exit codes: 0 done; 1 the work failed (a byte was wrong, a process was lost, nobody answered); 2 the input cannot be
-served; 3 another supervisor has taken over.
+Exit codes: 0 done; 1 the work failed (a byte was wrong, a process was lost, nobody answered, fewer came than were asked for);
+2 the input cannot be served, or was refused: nothing was done; 3 another supervisor has taken over; 4 asked, but not done in
+time: ask again to see how far it is.
 """
 
 from __future__ import annotations
@@ -20,8 +21,16 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from elastic_reshard import cli_chaos, cli_job
-from elastic_reshard.errors import CatalogError, Fenced, LayoutError, PlanError, ProtocolError, ReshardError
+from elastic_reshard import cli_chaos, cli_control, cli_doctor, cli_job
+from elastic_reshard.errors import (
+    CatalogError,
+    Fenced,
+    LayoutError,
+    PlanError,
+    ProtocolError,
+    RefitTimeout,
+    ReshardError,
+)
 from elastic_reshard.layout import ModelLayout, catalog
 
 __all__ = ["app", "main"]
@@ -31,11 +40,15 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     help="Weights resharded from M ranks to N.",
+    epilog="Exit codes: 0 done; 1 failed, or nobody answered; 2 refused, nothing was done; 3 another supervisor has taken "
+    "over; 4 asked, but not done in time.",
 )
 bench_app = typer.Typer(no_args_is_help=True, help="Measuring programs.")
 app.add_typer(bench_app, name="bench")
 cli_job.add_to(app)
 cli_chaos.add_to(app)
+cli_control.add_to(bench_app)
+cli_doctor.add_to(app)
 # Into a file or a pipe tables go at full width.
 _out, _err = Console(width=None if sys.stdout.isatty() else 200), Console(stderr=True)
 
@@ -57,6 +70,8 @@ def _fail(error: ReshardError) -> NoReturn:
     _err.print(f"elastic-reshard: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
     if isinstance(error, Fenced):
         raise SystemExit(3)
+    if isinstance(error, RefitTimeout):
+        raise SystemExit(4)
     raise SystemExit(2 if isinstance(error, CatalogError | LayoutError | PlanError | ProtocolError) else 1)
 
 
@@ -298,6 +313,34 @@ def bench_recovery(
     else:
         _out.print(rows_table(f"{mib} MiB, 2 trainers -> 2 engines of TP2, four hosts; every byte checked", rows))
     if not all(row.right for row in rows):
+        raise SystemExit(1)
+
+
+@bench_app.command("gpu")
+def bench_gpu(
+    model: Annotated[str, typer.Option(help="A model of the catalog; cut down to what fits.")] = "Qwen3-4B",
+    minutes: Annotated[float, typer.Option(min=0.1, max=60, help="For all of it.")] = 5.0,
+    only: Annotated[str, typer.Option(help="Some sections, separated by commas.")] = "",
+    device: Annotated[str, typer.Option(help="cuda; or pretend, to try the program without a GPU.")] = "cuda",
+    scale: Annotated[float, typer.Option(min=0.0001, max=4, help="Of sizes that are not the model's.")] = 1.0,
+    keep: Annotated[Path | None, typer.Option(help="A file for the JSON of all sections so far.")] = None,
+    json_: Json = False,
+) -> None:
+    """All measurements on GPUs in one go: copies, publish and install, nccl.m2n, sharing the device, movers, losses.
+
+    One GPU: two trainers and an engine of TP2 on it; several: a member on each. Every byte is checked. What fails is
+    reported in its place, and the rest goes on. Exit code 1 if a byte or an outcome was wrong."""
+    from elastic_reshard.bench.gpu import SECTIONS, measure_gpu, setup_here, table
+
+    chosen = [name for name in only.split(",") if name]
+    unknown = sorted({*chosen} - {*SECTIONS})
+    if unknown or device not in ("cuda", "pretend"):
+        got = ", ".join(unknown) or device
+        raise LayoutError(f"--only takes {', '.join(SECTIONS)}, --device cuda or pretend; got {got}.")
+    setup = setup_here(model, device, minutes * 60, scale)
+    found = measure_gpu(setup, lambda name: _err.print(f"{name} ...", highlight=False), chosen, keep)
+    _out.print_json(json.dumps(found)) if json_ else _out.print(table(found))
+    if not found["right"]:
         raise SystemExit(1)
 
 

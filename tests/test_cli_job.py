@@ -135,6 +135,7 @@ def test_the_membership_is_changed_by_commands(shell: Shell) -> None:
             "connected": True,
             "members": {name(0): "live", name(1): "live"},
             "movers": {},
+            "drained": None,
         }
         host.admitted([engine])
         assert shell("grow", "--groups", "1", "--name", "one") == (0, "admitted: engine\n", "")
@@ -183,37 +184,6 @@ def test_status_warns_and_shows_the_transfer_in_hand(shell: Shell) -> None:
         code, out, err = shell("drain", "a", "--within", "0")
         assert (code, out.splitlines()[-1]) == (0, "host a: all are out")
         assert f"versions in the memory of {name(0)}, {name(1)} are still needed" in err
-
-
-def test_watch_tells_each_change_in_one_line_through_a_restart(shell: Shell) -> None:
-    running = shell.supervisor()
-    watching = shell.begin("watch", "--json")
-    assert watching.stdout is not None
-    first = json.loads(watching.stdout.readline())
-    assert (first["term"], first["members"]) == (1, {})
-    with admitted(running):
-        lines = []
-        while not lines or not lines[-1]["groups"].get("trainer", {}).get("whole"):
-            lines.append(json.loads(watching.stdout.readline()))
-        assert set(lines[-1]["members"]) == {name(0), name(1)}
-    assert running.end()[0] == 0
-    assert "did not answer" in json.loads(watching.stdout.readline())["unreachable"]
-    again = shell.supervisor(port=int(running.url.rpartition(":")[2]))
-    back = json.loads(watching.stdout.readline())
-    assert back["term"] == 2
-    watching.send_signal(signal.SIGINT)
-    watching.communicate(timeout=20)
-    assert watching.returncode == 0
-    assert again.end(signal.SIGINT)[0] == 0
-
-
-def test_watch_for_a_person_shows_tables(shell: Shell) -> None:
-    running = shell.supervisor()
-    with admitted(running) as host, host.beating():
-        code, out, err = shell("watch", "--for", "0.5")
-        assert code == 0, err
-        assert "trainer" in out
-        assert name(1) in out
 
 
 def test_a_killed_supervisor_started_again_goes_on(shell: Shell) -> None:
