@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -64,9 +65,10 @@ class Seat:
 
 @dataclass
 class State:
-    """What a process keeps."""
+    """What a process keeps. values: the module that makes and compares its tensors' values."""
 
     name: str
+    values: ModuleType = values
     seat: Seat | None = None
     member: Member | None = None
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -118,17 +120,18 @@ def join(state: State, seat: Seat) -> str:
 
 def fill(state: State, version: int) -> None:
     """Write a version's values into the live tensors."""
-    values.fill(state.at.layout, state.tensors, state.at.rank, version)
+    state.values.fill(state.at.layout, state.tensors, state.at.rank, version)
 
 
 def poison(state: State) -> None:
     """Write what no version has."""
-    values.poison(state.tensors)
+    state.values.poison(state.tensors)
 
 
 def check(state: State, version: int) -> list[str]:
     """Names of live tensors that are not bit for bit that version."""
-    return values.wrong(state.at.layout, state.tensors, state.at.rank, version)
+    found: list[str] = state.values.wrong(state.at.layout, state.tensors, state.at.rank, version)
+    return found
 
 
 def publish(state: State, version: int) -> dict[str, float]:

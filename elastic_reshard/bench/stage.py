@@ -26,6 +26,7 @@ from elastic_reshard.bench import rank as on
 from elastic_reshard.errors import PeerLost, ReshardError, TransferTimeout
 from elastic_reshard.layout import ModelLayout
 from elastic_reshard.protocol.base import Role
+from elastic_reshard.protocol.deadlines import Policies
 from elastic_reshard.protocol.processes import end_process, started
 from elastic_reshard.supervisor.client import SupervisorClient
 from elastic_reshard.supervisor.server import Options
@@ -154,8 +155,8 @@ class Gang(Sequence[Actor]):
 class Stage:
     """One job. Use it as a context manager. left: what had not gone by itself at its end and was killed."""
 
-    def __init__(self, cell: int = 1 << 20) -> None:
-        self._cell = cell
+    def __init__(self, cell: int = 1 << 20, policies: Policies | None = None) -> None:
+        self._cell, self._policies = cell, policies or Policies()
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOAD))
         self._actors: list[Actor] = []
@@ -201,7 +202,7 @@ class Stage:
     def start_supervisor(self) -> float:
         """Start it, or start it again on the same journal and port; when it was there (time.monotonic)."""
         options = Options(job=_JOB, port=self._port, journal=self.folder / "journal.sqlite", token=self.token or None,
-                          runtime=self.folder, cell=self._cell)  # fmt: skip
+                          runtime=self.folder, cell=self._cell, policies=self._policies)  # fmt: skip
         self.supervisor = self.actor("supervisor")
         self.url, self.token = self.supervisor.do(on.serve, options)
         self._port = int(self.url.rpartition(":")[2])

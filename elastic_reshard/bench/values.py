@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from elastic_reshard.arena import raw
 from elastic_reshard.layout import Box, ModelLayout
 
 __all__ = ["fill", "poison", "wrong"]
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 18  # elements made at a time: what stays in cache
 
 
@@ -38,13 +38,19 @@ def _values(box: Box, shape: tuple[int, ...], seed: int, item: int) -> npt.NDArr
     return mixed.astype(f"u{item}")
 
 
+def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """A CPU tensor's elements as integers, no copy; also of one on a pretended device."""
+    found: npt.NDArray[Any] = tensor.detach().view(_INTEGERS[tensor.element_size()]).numpy()
+    return found
+
+
 def _pieces(
     layout: ModelLayout, tensors: Mapping[str, torch.Tensor], rank: int, version: int
 ) -> Iterator[tuple[str, npt.NDArray[np.generic], npt.NDArray[np.generic]]]:
     """(name, the tensor's memory, the right bits) for each part of what a rank holds."""
     for name, tensor in tensors.items():
         t = layout[name]
-        bits, item = raw(tensor), tensor.element_size()
+        bits, item = _bits(tensor), tensor.element_size()
         seed = (zlib.crc32(name.encode()) << 20) + version
         for box, at in t.boxes(rank):
             for part, offset in _chunks(box):
@@ -84,4 +90,4 @@ def wrong(layout: ModelLayout, tensors: Mapping[str, torch.Tensor], rank: int, v
 def poison(tensors: Mapping[str, torch.Tensor]) -> None:
     """Make every byte of contiguous tensors one that no version has for long."""
     for tensor in tensors.values():
-        raw(tensor).reshape(-1).view(np.uint8)[...] = 0xA5
+        _bits(tensor).reshape(-1).view(np.uint8)[...] = 0xA5

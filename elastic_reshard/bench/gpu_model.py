@@ -1,0 +1,96 @@
+"""publish and install of a model's full parameter list inside one domain, through the members' own calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from typing import Any
+
+from elastic_reshard.bench import gpu_rank as at_device
+from elastic_reshard.bench import rank as on
+from elastic_reshard.bench.gpu_setup import GpuSetup, many_small, model_layouts
+from elastic_reshard.bench.gpu_stage import DeviceStage
+from elastic_reshard.bench.play import Play
+from elastic_reshard.bench.synthetic import Layouts
+from elastic_reshard.watchdog.runtime import running
+
+__all__ = ["measure", "survive"]
+
+_HOST = "a"
+
+
+def measure(setup: GpuSetup) -> dict[str, Any]:
+    """The full list, and many small tensors apart."""
+    layouts, told = model_layouts(setup)
+    found = {"model": told, "full list": _refits(setup, layouts, setup.repeats(7))}
+    found["many small"] = _refits(setup, many_small(setup), setup.repeats(7))
+    return found
+
+
+def _one_domain(setup: GpuSetup, stage: DeviceStage, layouts: Layouts) -> Play:
+    return Play(stage, layouts, [_HOST] * setup.half, [[_HOST] * setup.half])
+
+
+def _refits(setup: GpuSetup, layouts: Layouts, repeats: int) -> dict[str, Any]:
+    with DeviceStage(setup.kit()) as stage:
+        begun = time.monotonic()
+        play = _one_domain(setup, stage, layouts)
+        joined = time.monotonic() - begun
+        cold = [play.refit() for _ in range(2)]  # both slots
+        engine = play.engines[0]
+        bare = [engine.do(at_device.bare_flat) for _ in range(3)][-1]
+        filled = [play.trainer.do(at_device.bare_flat) for _ in range(3)][-1]
+        rows = []
+        for _ in range(repeats):
+            engine.do(on.poison)
+            played = play.refit()
+            rows.append((played.returned - played.begun, played.pause, played.everywhere))
+        pulls = engine.do(at_device.pull_again, max(3, repeats))
+        pull = statistics.median(max(p["seconds"][n] for p in pulls) for n in range(len(pulls[0]["seconds"])))
+        publish, pause, everywhere = (statistics.median(column) for column in zip(*rows, strict=True))
+        memory = {
+            "trainer": play.trainer[0].do(at_device.device_memory),
+            "engine": engine[0].do(at_device.device_memory),
+        }
+    return {
+        "GB": round(layouts.nbytes / 1e9, 3), "join s": round(joined, 2),
+        "cold publish ms": round(1e3 * (cold[0].returned - cold[0].begun), 1),
+        "cold install ms": round(1e3 * cold[0].pause, 1),
+        "publish ms": round(1e3 * publish, 2), "publish share of copy": round(max(f["seconds"] for f in filled) / publish, 3),
+        "install ms": round(1e3 * pause, 2), "install share of copy": round(max(b["seconds"] for b in bare) / pause, 3),
+        "pulls alone ms": round(1e3 * pull, 2), "pulls share of copy": round(max(b["seconds"] for b in bare) / pull, 3),
+        "bare copy of an engine rank's bytes ms": round(1e3 * max(b["seconds"] for b in bare), 2),
+        "bare copy of a trainer rank's bytes ms": round(1e3 * max(f["seconds"] for f in filled), 2),
+        "everywhere ms": round(1e3 * everywhere, 2), "repeats": repeats, "memory": memory,
+        "wrong": play.wrong, "left": stage.left,
+    }  # fmt: skip
+
+
+def survive(setup: GpuSetup) -> dict[str, Any]:
+    """Engines pull while the arena's owner, then the watchdog, is killed; every byte is looked at afterwards."""
+    layouts, told = model_layouts(setup)
+    found: dict[str, Any] = {"model": told}
+    with DeviceStage(setup.kit()) as stage:
+        play = _one_domain(setup, stage, layouts)
+        for _ in range(2):
+            play.refit()
+        engine = play.engines[0]
+        for what in ("the trainers", "the watchdog"):
+            engine.do(on.poison)
+            calls = engine.begin(at_device.pull_again, setup.repeats(40))
+            if what == "the trainers":
+                stage.dismiss(play.trainer)
+            else:
+                record = running("bench", _HOST, stage.folder)
+                if record is not None:
+                    os.kill(record.pid, signal.SIGKILL)
+            pulled = [call.result(60) for call in calls]
+            play.look(engine)
+            found[f"{what} killed"] = {
+                "pulled GB": round(sum(p["nbytes"] * len(p["seconds"]) for p in pulled) / 1e9, 1),
+                "computes": all(engine.do(at_device.kernel_runs)),
+            }  # fmt: skip
+        found["wrong"] = play.wrong
+    return found

@@ -1,0 +1,112 @@
+"""One section of `bench gpu`, in a process of its own: `python -m elastic_reshard.bench.gpu_part NAME SETUP`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Any, Final
+
+from elastic_reshard.bench.gpu_setup import GpuSetup
+from elastic_reshard.bench.guarded import print_result, until_told
+from elastic_reshard.errors import ProtocolError
+from elastic_reshard.protocol.mps import mps_running
+
+__all__ = ["SECTIONS", "run"]
+
+# By importance: (name, seconds it may take).
+SECTIONS: Final = {
+    "environment": 30.0,
+    "limits": 40.0,
+    "pulls": 60.0,
+    "model": 80.0,
+    "m2n": 110.0,
+    "share": 80.0,
+    "domains": 60.0,
+    "recover": 80.0,
+    "survive": 40.0,
+}
+_PACKAGES: Final = ("torch", "cuda-bindings", "nccl4py", "nccl-extensions", "nvidia-nccl-cu13", "numpy")
+
+
+def run(name: str, setup: GpuSetup) -> dict[str, Any]:
+    """A section's figures. Imports what it needs only here."""
+    if name == "environment":
+        return _environment(setup)
+    if name == "limits":
+        return _limits(setup)
+    if name == "pulls":
+        from elastic_reshard.bench import gpu_pulls
+
+        return gpu_pulls.measure(setup)
+    if name in ("model", "survive"):
+        from elastic_reshard.bench import gpu_model
+
+        return gpu_model.measure(setup) if name == "model" else gpu_model.survive(setup)
+    if name == "m2n":
+        from elastic_reshard.bench import gpu_m2n
+
+        return gpu_m2n.measure(setup)
+    if name == "share":
+        from elastic_reshard.bench import gpu_share
+
+        return gpu_share.measure(setup)
+    if name in ("domains", "recover"):
+        from elastic_reshard.bench import gpu_domains
+
+        return gpu_domains.measure(setup) if name == "domains" else gpu_domains.recover(setup)
+    raise ProtocolError(f"bench gpu has no section {name!r}; known are {', '.join(SECTIONS)}")
+
+
+def _environment(setup: GpuSetup) -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "cores": len(os.sched_getaffinity(0)),
+        "mps": mps_running(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    if setup.device == "cuda":
+        count = torch.cuda.device_count()
+        found["gpus"] = [torch.cuda.get_device_name(n) for n in range(count)]
+        found["peer access"] = [
+            [a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)
+        ]
+        free, total = torch.cuda.mem_get_info()
+        found |= {"free": free, "total": total, "cuda": torch.version.cuda}
+        found["driver"] = _driver()
+    return found
+
+
+def _driver() -> str:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except (ImportError, RuntimeError, OSError):
+        return "unknown: no pynvml"
+
+
+def _limits(setup: GpuSetup) -> dict[str, Any]:
+    from elastic_reshard.bench import gpu_copies, gpu_pulls
+    from elastic_reshard.bench.gpu_rank import Place
+
+    return gpu_copies.measure_copies(gpu_pulls.device_at(Place(setup.device, 0)), max(0.2, 2.0 * setup.scale))
+
+
+def main() -> None:
+    """The process."""
+    until_told()
+    print_result(run(sys.argv[1], GpuSetup(**json.loads(sys.argv[2]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""`bench gpu` without a GPU: values made by torch, parts under a deadline, and what a pretended device can run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_reshard.bench import gpu_pulls, gpu_values, guarded, values
+from elastic_reshard.bench.census import started_with
+from elastic_reshard.bench.gpu import SECTIONS, figures, measure_gpu, right, setup_here
+from elastic_reshard.bench.gpu_setup import GpuSetup, many_small, model_layouts
+from elastic_reshard.errors import CatalogError, LayoutError
+from elastic_reshard.layout import Mesh, ModelLayout, Replicate, Shard, TensorLayout
+
+TINY = GpuSetup("tiny", "pretend", 0, scale=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "bfloat16", "float32", "int64"])
+def test_values_by_torch_are_the_same_bits_as_numpys(dtype: str) -> None:
+    mesh = Mesh.arange((2,))
+    layout = ModelLayout({
+        "a": TensorLayout((1000, 330), dtype, mesh, (Shard(0),)), "b": TensorLayout((7, 4, 1025), dtype, mesh, (Shard(2),)),
+        "n": TensorLayout((5,), dtype, mesh, (Replicate(),)),
+    })  # fmt: skip
+    for rank in (0, 1):
+        shapes = {n: t.local_shape(rank) for n, t in layout.items()}
+        tensors = {n: torch.zeros(s, dtype=torch.uint8).view(torch.bool) if dtype == "bool" else
+                   torch.zeros(s, dtype=getattr(torch, dtype)) for n, s in shapes.items() if s is not None}  # fmt: skip
+        values.fill(layout, tensors, rank, 3)
+        assert gpu_values.wrong(layout, tensors, rank, 3) == []
+        assert gpu_values.wrong(layout, tensors, rank, 4) == ["a", "b", "n"]
+        gpu_values.poison(tensors)
+        gpu_values.fill(layout, tensors, rank, 5)
+        assert values.wrong(layout, tensors, rank, 5) == []
+        tensors["b"].view(torch.uint8).view(-1)[-1] ^= 1
+        assert gpu_values.wrong(layout, tensors, rank, 5) == ["b"]
+
+
+def _program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> list[str]:
+    (tmp_path / "a_part.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return ["a_part"]
+
+
+def test_a_part_gives_its_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = guarded.run_part(_program(tmp_path, monkeypatch, "print('noise')\nprint('{\"a\": 1}')"), 20)
+    assert (outcome.data, outcome.error, outcome.left) == ({"a": 1}, "", ())
+    assert outcome.to_data()["a"] == 1
+
+
+def test_a_part_that_crashes_is_reported_with_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = guarded.run_part(_program(tmp_path, monkeypatch, "raise ValueError('it broke here')"), 20)
+    assert outcome.data is None
+    assert "exit code 1" in outcome.error
+    assert "it broke here" in outcome.error
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no signal, and its child is in a session of its own."""
+    text = f"""
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([{sys.executable!r}, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print('{{"so far": 2}}', flush=True)
+time.sleep(600)
+"""
+    monkeypatch.setattr(guarded, "_GRACE", 0.3)
+    monkeypatch.setattr(guarded, "_GOES", 0.3)
+    begun = time.monotonic()
+    outcome = guarded.run_part(_program(tmp_path, monkeypatch, text), 1.5)
+    assert time.monotonic() - begun < 15
+    assert outcome.error.startswith("not done in 1.5 s")
+    assert outcome.data == {"so far": 2}
+    assert len(outcome.left) == 1
+    assert not list(started_with(f"PYTHONPATH={os.environ['PYTHONPATH']}"))
+
+
+def test_pulls_of_a_model_are_bit_exact_each_way() -> None:
+    found = gpu_pulls.measure(TINY)
+    assert found["wrong"] == []
+    for part in ("full list", "many small"):
+        assert found[part]["kernel"]["ms"] > 0
+        assert found[part]["engine"]["ms"] > 0
+        assert "need a GPU" in found[part]["graph"]["error"], "a way that fails is reported beside the others"
+
+
+def test_a_run_reports_what_it_was_asked_for_and_what_it_could_not_do() -> None:
+    said: list[str] = []
+    found = measure_gpu(TINY, said.append, ["environment", "m2n"])
+    assert said == ["environment", "m2n"]
+    assert found["environment"]["cores"] >= 1
+    assert "needs a GPU" in found["m2n"]["error"]
+    assert found["right"]
+    assert {row["kept"] for row in found["figures"]} == {None}
+    json.dumps(found)
+
+
+def test_what_is_begun_without_time_left_is_said_to_be_so() -> None:
+    found = measure_gpu(GpuSetup("tiny", "pretend", 0, seconds=1.0, scale=0.01), lambda _: None)
+    assert all("not begun" in found[name]["error"] for name in SECTIONS)
+
+
+def test_wrong_bytes_anywhere_make_a_run_wrong() -> None:
+    assert right({"a": {"wrong": []}, "b": [{"right": True}], "c": {"error": "it hung"}})
+    assert not right({"a": {"b": [{"wrong": ["x"]}]}})
+    assert not right({"rows": [{"right": False}]})
+
+
+def test_figures_are_compared_within_one_run() -> None:
+    found: dict[str, Any] = {
+        "m2n": {"m2n call by call": {"net ms": 80.0}},
+        "model": {
+            "full list": {"install ms": 8.0, "install share of copy": 0.75, "publish share of copy": 0.5, "GB": 8.0}
+        },
+        "pulls": {"full list": {"kernel": {"share": 0.9}, "engine": {"error": "no"}}},
+        "share": {"host arenas over gloo": {"rate of alone": 0.97}},
+    }
+    one = {row["what"]: (row["value"], row["kept"]) for row in figures(found, GpuSetup())}
+    assert one["install, times as fast as nccl.m2n net of the barrier"] == (10.0, True)
+    assert one["publish, of the device-to-device copy"] == (0.5, False)
+    assert one["bare pulls, the fastest way, of the device-to-device copy"] == (0.9, True)
+    two = {row["what"]: row["value"] for row in figures(found, GpuSetup(gpus=2))}
+    assert two["install over NVLink, of the raw link"] == round(8.0 / 8e-3 / 478, 3)
+
+
+def test_models_are_cut_down_to_what_a_device_holds() -> None:
+    whole, told = model_layouts(GpuSetup("Qwen3-4B", total=139 << 30))
+    assert told["layers"] == told["of layers"] == 36
+    assert (told["source"], told["destination"]) == ("fsdp2", "tp2")
+    less, told = model_layouts(GpuSetup("Qwen3-30B-A3B", gpus=2, total=139 << 30))
+    assert 0 < told["layers"] < told["of layers"]
+    assert 5 * less.nbytes < 139 << 30
+    _, told = model_layouts(GpuSetup("Qwen3-30B-A3B", gpus=8, total=139 << 30))
+    assert (told["source"], told["destination"], told["layers"]) == ("ep4", "tp4", 48)
+    assert whole.source.keys() == whole.together.keys()
+    small = many_small(GpuSetup())
+    assert max(t.nbytes for t in small.destination.values()) <= 64 << 10
+
+
+def test_without_a_gpu_it_says_how_to_try_it() -> None:
+    if torch.cuda.is_available():
+        assert setup_here("tiny", "cuda", 60, 1.0).gpus >= 1
+    else:
+        with pytest.raises(LayoutError, match="pretend"):
+            setup_here("tiny", "cuda", 60, 1.0)
+    with pytest.raises(CatalogError):
+        setup_here("no such model", "pretend", 60, 1.0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("section", ["limits", "model", "share", "domains", "recover", "survive"])
+def test_every_section_runs_on_a_pretended_device(section: str) -> None:
+    found = measure_gpu(GpuSetup("tiny", "pretend", 0, scale=0.01, seconds=200), lambda _: None, [section])
+    assert "error" not in found[section], found[section]
+    assert "ended by force" not in found[section]
+    assert found["right"]
