@@ -1,0 +1,241 @@
+"""Groups of workers kept as they are wanted: the thread that does what `plan` decides."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+from ray.actor import ActorHandle
+
+from elastic_reshard.errors import MembershipError, ProtocolError, RefitTimeout, ReshardError, SupervisorUnreachable
+from elastic_reshard.log import logger
+from elastic_reshard.on_ray import cluster, plan
+from elastic_reshard.on_ray.fleet import Crew, Fleet
+from elastic_reshard.on_ray.keeper import client as client_of
+from elastic_reshard.on_ray.lookout import Workers
+from elastic_reshard.on_ray.views import Looked, look
+from elastic_reshard.supervisor.client import SupervisorClient
+
+__all__ = ["Groups"]
+
+_log = logger("on_ray")
+_TURN: Final = 0.2  # seconds between looks at Ray
+_VIEW: Final = 1.0  # seconds between looks at the supervisor
+_FIND: Final = 0.3  # seconds of one search for it
+_RARER: Final = 3  # times, how much rarer those are than looks
+_END: Final = 10.0  # seconds for the thread's end
+
+
+class Groups:
+    """Starts the groups of these fleets, starts them again, moves and resizes them, until it is closed or its process ends
+    (the workers are then ended by Ray). A thread of its own does it; any thread may ask. A context manager.
+
+    `shrink` of the API ends a group for good; `drain` of a host, and Ray's notice for a node, make its groups start again
+    elsewhere; `grow` makes more groups of the fleet that grows. The supervisor may be away: who dies is replaced all the same.
+
+    Raises ProtocolError for fleets that cannot work."""
+
+    def __init__(self, job: str, fleets: Sequence[Fleet], limits: plan.Limits | None = None) -> None:
+        self._job, self._limits = job, limits or plan.Limits()
+        self._fleets = {fleet.name: fleet for fleet in fleets}
+        if len(self._fleets) < len(fleets):
+            raise ProtocolError("fleets that cannot work: two have one name")
+        self._state = plan.begin({fleet.name: fleet.sizes for fleet in fleets}, time.monotonic())
+        self._shown = self._state.runs  # what users see: when it has been done
+        self._changed = threading.Condition()
+        self._resizes: list[plan.Resize] = []
+        self._crews: dict[str, Crew] = {}
+        self._dead: frozenset[str] = frozenset()
+        self._looked = Looked()
+        self._look_at = 0.0
+        self._workers = Workers(job)
+        self._client: SupervisorClient | None = None
+        self._stop = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name=f"elastic-reshard-groups-{job}", daemon=True)
+        self._thread.start()
+
+    # -- for the user, any thread
+
+    def status(self) -> dict[str, plan.Run]:
+        """All groups by name, those that are over included. Raises as `wait` if the thread has ended by an error."""
+        with self._changed:
+            self._check()
+            return dict(self._shown)
+
+    def workers(self, group: str) -> list[ActorHandle[Any]]:
+        """The actors of a group's present attempt, by rank, for the program's own calls; empty while it has none. They may be
+        gone a moment later."""
+        with self._changed:
+            self._check()
+            crew = self._crews.get(group)
+            return crew.handles if crew is not None else []
+
+    def resize(self, fleet: str, groups: int) -> None:
+        """Have so many groups of a fleet: more are started, or the youngest are asked to leave. Returns at once. Raises
+        ProtocolError for a fleet that is not there."""
+        if fleet not in self._fleets or groups < 0:
+            raise ProtocolError(f"there is no fleet {fleet!r} of {groups} groups; fleets are {', '.join(self._fleets)}")
+        with self._changed:
+            self._check()
+            self._resizes.append(plan.Resize(fleet, groups))
+
+    def wait(self, *names: str, phase: plan.Phase = plan.Phase.DONE, timeout: float | None = None) -> None:
+        """Block until these groups (all, without names) are in a phase. Raises MembershipError if one was given up, naming
+        why; RefitTimeout; whatever ended the thread."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while True:
+                self._check()
+                about = [run for name, run in self._shown.items() if not names or name in names]
+                lost = [run for run in about if run.phase is plan.Phase.GIVEN_UP]
+                if lost and phase is not plan.Phase.GIVEN_UP:
+                    raise MembershipError("; ".join(f"group {run.name} was given up: {run.reason}" for run in lost))
+                late = [run for run in about if run.phase is not phase]
+                if not late and len(about) >= len(set(names)):
+                    return
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    said = "; ".join(f"{r.name} is {r.phase}{f' ({r.reason})' if r.reason else ''}" for r in late)
+                    raise RefitTimeout(f"not {phase} within {timeout:g} s: {said or 'unknown groups'}",
+                                       [r.name for r in late])  # fmt: skip
+                self._changed.wait(left)
+
+    def close(self) -> None:
+        """End all workers, and wait for the thread (10 s at most). Idempotent. Ask for `resize(fleet, 0)` and wait before, if
+        they are to leave in good order."""
+        with self._changed:
+            self._stop = True
+            self._changed.notify_all()
+        self._thread.join(_END)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    # -- the thread
+
+    def _main(self) -> None:
+        try:
+            while not self._stop:
+                self._turn()
+                with self._changed:
+                    if not self._stop:
+                        self._changed.wait(_TURN)
+        except BaseException as error:  # noqa: BLE001 - whatever ended it, every call raises it
+            _log.error("groups.ended", job=self._job, error=f"{type(error).__name__}: {error}")
+            self._error = error
+        finally:
+            self._end_all()
+            with self._changed:
+                self._changed.notify_all()
+
+    def _end_all(self) -> None:
+        for crew in self._crews.values():
+            crew.end()
+        self._crews.clear()
+        if self._client is not None:
+            self._client.close()
+
+    def _turn(self) -> None:
+        """Look at everything once."""
+        with self._changed:
+            resizes, self._resizes = self._resizes, []
+        for resize in resizes:
+            self._step(resize)
+        self._see_nodes()
+        if time.monotonic() >= self._look_at:
+            self._see_supervisor()
+            self._look_at = time.monotonic() + _VIEW * (1 if self._client is not None else _RARER)
+        for crew in list(self._crews.values()):
+            if crew.place():
+                self._step(plan.Placed(crew.group, crew.attempt))
+            self._see_ends(crew)
+        self._step(plan.Tick())
+
+    def _see_nodes(self) -> None:
+        nodes = cluster.nodes()
+        dead = frozenset(node for node, alive in nodes.items() if not alive)
+        if dead != self._dead:
+            self._dead = dead
+            self._step(plan.NodesGone(dead))
+
+    def _see_ends(self, crew: Crew) -> None:
+        ends = crew.ended()
+        if not ends:
+            return
+        if self._client is not None:
+            self._see_supervisor()  # what the host was asked to do may be younger than our last look
+        empty = self._emptied()
+        for gone in ends:
+            node = cluster.node_of(crew.actors[gone.rank])
+            fault = gone.fault if node not in self._dead else f"its node {node} is dead"
+            self._step(plan.Ended(crew.group, crew.attempt, gone.rank, fault, node, node in empty, gone.alone))
+
+    def _emptied(self) -> set[str]:
+        """Nodes that are being emptied, by Ray or by the supervisor."""
+        drained = {node for node in cluster.nodes() if cluster.host_of(node) in self._looked.drained}
+        return drained | set(cluster.draining())
+
+    def _see_supervisor(self) -> None:
+        """A look at the supervisor, if it is there. Workers go on without it, whatever it has ended by."""
+        try:
+            if self._client is None:
+                self._client = client_of(self._job, _FIND, patience=0.0)
+            crews = {crew.group: crew.actors for crew in self._crews.values()}
+            self._looked = look(self._client, self._workers.look(), crews)
+        except ReshardError as error:
+            tell = _log.info if isinstance(error, SupervisorUnreachable) else _log.warning
+            tell("groups.no_supervisor", job=self._job, why=f"{type(error).__name__}: {error}"[:300])
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+            return
+        looked = self._looked
+        self._step(plan.Viewed(looked.whole, looked.asked, looked.grow))
+
+    def _step(self, event: plan.Event) -> None:
+        state, actions = plan.step(self._state, event, time.monotonic(), self._limits)
+        for name, run in state.runs.items():
+            was = self._state.runs.get(name)
+            if was is None or was.phase is not run.phase:
+                _log.info(f"group.{run.phase}", job=self._job, group=name, attempt=run.attempt, reason=run.reason)
+        self._state = state
+        for action in actions:
+            self._do(action)
+        with self._changed:
+            self._shown = state.runs
+            self._changed.notify_all()
+
+    def _do(self, action: plan.Action) -> None:
+        match action:
+            case plan.Start(group, attempt):
+                fleet = self._fleets[self._state.runs[group].fleet]
+                self._crews[group] = Crew(fleet, group, attempt, sorted(self._emptied() - self._dead))
+            case plan.End(group, attempt):
+                crew = self._crews.get(group)
+                if crew is not None and crew.attempt == attempt:
+                    crew.end()
+                    del self._crews[group]
+            case plan.Ask(group):
+                self._ask(group)
+
+    def _ask(self, group: str) -> None:
+        """If it is not taken in, the plan asks again."""
+        if self._client is None:
+            return
+        try:
+            self._client.shrink([group], within=self._limits.leave_within, wait=False)
+        except ReshardError as error:
+            _log.info("groups.not_asked", job=self._job, group=group, why=str(error)[:300])

@@ -1,0 +1,56 @@
+"""What the supervisor says that concerns groups of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from elastic_reshard.on_ray.evidence import Worker
+from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, MemberState
+from elastic_reshard.supervisor.client import SupervisorClient
+
+__all__ = ["Looked", "asked_of", "look", "whole_of"]
+
+_PRESENT: Final = (MemberState.JOINING, MemberState.LIVE, MemberState.LEAVING)
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """whole, asked, grow: as `plan.Viewed`. drained: hosts that are to be emptied."""
+
+    whole: frozenset[str] = frozenset()
+    asked: Mapping[str, bool] = field(default_factory=dict)
+    grow: tuple[str, int, int] | None = None
+    drained: frozenset[str] = frozenset()
+
+
+def look(client: SupervisorClient, workers: Mapping[str, Worker], crews: Mapping[str, Sequence[str]]) -> Looked:
+    """Ask the supervisor. workers: of members, in which actors they run. crews: actors of each group's present attempt: whoever
+    is of an earlier one does not count. Blocks for three calls. Raises SupervisorUnreachable."""
+    view = client.view()
+    members = {name: doc for name, doc in view.members.items() if doc is not None}
+    groups = {name: doc for name, doc in view.groups.items() if doc is not None}
+    drained = frozenset(host for host, doc in client.hosts().items() if doc.drained is not None)
+    growth = client.growing()
+    of = {name: {m for m, w in workers.items() if w.actor and w.actor in actors} for name, actors in crews.items()}
+    grow = (growth.name, growth.groups, growth.members) if growth is not None and not growth.done else None
+    return Looked(whole_of(groups, of), asked_of(members, of, drained), grow, drained)
+
+
+def whole_of(groups: Mapping[str, GroupDoc], of: Mapping[str, set[str]]) -> frozenset[str]:
+    """Groups that are whole by members of their present attempt. of: these, by group."""
+    return frozenset(
+        name for name, mine in of.items() if name in groups and groups[name].whole and set(groups[name].members) <= mine
+    )
+
+
+def asked_of(members: Mapping[str, MemberDoc], of: Mapping[str, set[str]], drained: frozenset[str]) -> dict[str, bool]:
+    """Groups some of whose members were asked to leave: whether all were, none because of its host."""
+    found = {}
+    for name, mine in of.items():
+        docs = [members[m] for m in mine if m in members and members[m].state in _PRESENT]
+        asked = [doc for doc in docs if doc.leave_within is not None]
+        if asked:
+            found[name] = len(asked) == len(docs) and not any(doc.host in drained for doc in docs)
+    return found

@@ -1,0 +1,187 @@
+"""On a real cluster of raylets: the supervisor's actor, members in actors, and what happens when these die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+import elastic_reshard as er
+from elastic_reshard import on_ray
+from elastic_reshard.errors import Fenced, MembershipError
+from elastic_reshard.on_ray import Fleet, Groups, Limits, Phase, Run
+from elastic_reshard.on_ray.cluster import host_of
+from elastic_reshard.supervisor.server import Options
+from elastic_reshard.watchdog.runtime import running
+from tests.on_ray.conftest import RayNodes, until
+from tests.on_ray.workers import Engine, Stillborn, Trainer
+
+QUICK = er.Deadlines(orphan_hold=4.0)
+
+
+def actor(kind: type, group: str, where: str, runtime: Path, job: str, **more: Any) -> Any:
+    """A user's own actor on a node; it has begun to run."""
+    made: Any = ray.remote(kind).options(num_cpus=1, resources={where: 1}, max_concurrency=4, **more)
+    made = made.remote(er.Group(group, 1, 0), job, str(runtime))
+    made.run.remote()
+    return made
+
+
+def wait_for(groups: Groups, name: str, phase: Phase, attempt: int, limit: float = 60.0) -> Run:
+    """A group's n-th attempt has come to a phase."""
+
+    def there() -> Run | None:
+        run = groups.status().get(name)
+        return run if run is not None and run.phase is phase and run.attempt >= attempt else None
+
+    try:
+        return until(there, f"attempt {attempt} of {name} is {phase}", limit)
+    except AssertionError as late:
+        raise AssertionError(f"{late}; {groups.status()}") from None
+
+
+def call(groups: Groups, name: str, method: str, *args: Any) -> Any:
+    """Ask rank 0 of a group."""
+    return ray.get(getattr(groups.workers(name)[0], method).remote(*args), timeout=60)
+
+
+def machine_dies(job: str, host: str, runtime: Path) -> None:
+    """What a raylet's end leaves alive on this machine goes as well: the host's watchdog, and its movers."""
+    record = running(job, host, runtime)
+    assert record is not None
+    for pid in [record.pid, *(hand.pid for hand in record.movers.values())]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_what_dies_at_every_start_is_given_up(nodes: RayNodes, runtime: Path) -> None:
+    """Without a supervisor, even."""
+    limits = Limits(failures=3, pause=0.1, longest=0.2)
+    with Groups("doomed", [Fleet("doomed", Stillborn, each={"CPU": 1, "one": 1})], limits) as groups:
+        with pytest.raises(MembershipError, match=r"doomed was given up.*died 3 times.*no luck for doomed"):
+            groups.wait(timeout=60)
+        assert groups.status()["doomed"].attempt == 3
+        assert groups.workers("doomed") == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("journal", [False, True])
+def test_the_supervisors_node_is_lost_and_then_a_trainer_that_has_published(
+    nodes: RayNodes, runtime: Path, journal: bool
+) -> None:
+    """Each on a "machine" of its own: an address, and a runtime folder that the others do not see."""
+    job = f"nest{journal}"
+    nest = nodes.add(job)
+    soft = NodeAffinitySchedulingStrategy(nest, soft=True)
+    path = runtime / "journal" if journal else None
+    found = on_ray.start(
+        job, runtime=runtime / "s", deadlines=QUICK, journal=path, listen="node",
+        actor={"scheduling_strategy": soft, "num_cpus": 0.1},
+    )  # fmt: skip
+    assert found.token not in repr(found)
+    assert nodes.nodes[job].node_ip_address in found.url
+    trainer = actor(Trainer, "trainer", "one", runtime / "t", job)
+    engine = actor(Engine, "engine", "two", runtime / "e", job)
+    ray.get(trainer.publish.remote(1))
+    step, steps, version = ray.get(engine.serves.remote(1), timeout=60)
+    assert (step, steps) == (1, [1.0])
+
+    nodes.remove(job)
+    ray.get(trainer.publish.remote(2), timeout=60)
+    step, steps, newer = ray.get(engine.serves.remote(2, 60.0), timeout=90)
+    assert (step, steps) == (2, [2.0])
+    assert newer > version, "weight_version only rises"
+    again = on_ray.find(job)
+    assert again.url.rpartition(":")[0] != found.url.rpartition(":")[0], "it is at another address now"
+    assert again.token == found.token
+    with on_ray.client(job) as client:
+        assert client.health()["term"] > 1
+
+    ray.get(trainer.publish.remote(3))
+    ray.kill(trainer)  # with all its children, if there were any
+    assert ray.get(engine.serves.remote(3), timeout=60)[:2] == [3, [3.0]]
+
+    if path is not None:  # another supervisor has begun on the journal: this one ends, and says so
+        other = er.Supervisor(Options(job=job, journal=path, token=found.token, runtime=runtime / "o"))
+        other.close(over=False)
+        with on_ray.client(job) as client, pytest.raises(er.ReshardError):
+            client.set_policies(er.Policies(max_lag=7))  # its next write
+        with pytest.raises(Fenced):
+            until(lambda: on_ray.find(job) is None or None, "it has noticed")
+
+    on_ray.close(job)
+    ray.kill(engine)
+    with pytest.raises(er.ReshardError, match=f"no supervisor of job {job}"):
+        on_ray.find(job, timeout=0.1)
+    logs = b"".join(path.read_bytes() for path in Path(nodes.folder).rglob("*.log") if path.is_file())
+    assert b"worker" in logs
+    assert found.token.encode() not in logs, "the token is in no log"
+
+
+@pytest.mark.timeout(300)
+def test_groups_live_through_nodes_that_come_and_go(nodes: RayNodes, runtime: Path) -> None:
+    faults, gate = runtime / "faults.json", runtime / "gate"
+    faults.write_text("{}")
+    on_ray.start("fleet", runtime=runtime, deadlines=QUICK, cell=256)
+    nodes.add("left", engine=1)
+    nodes.add("right", engine=1)
+    given = {"job": "fleet", "runtime": str(runtime), "faults": f"@{faults}"}
+    many = {"max_concurrency": 4}
+    fleets = [
+        Fleet("trainer", Trainer, each={"CPU": 1, "one": 1}, arguments=given, options=many),
+        Fleet("engine", Engine, groups=2, grows=True, each={"CPU": 1, "engine": 1}, arguments=given, options=many),
+    ]
+    with Groups("fleet", fleets, Limits(failures=2, pause=0.1)) as groups:
+        for name in ("trainer", "engine-0", "engine-1"):
+            wait_for(groups, name, Phase.RUNNING, 1)
+        call(groups, "trainer", "publish", 1)
+        assert [call(groups, f"engine-{i}", "serves", 1)[:2] for i in (0, 1)] == [[1, [1.0]]] * 2
+
+        # A node goes in the middle of a refit: those on the others get the version, and a group that has room again as well.
+        at = call(groups, "engine-1", "node")
+        lost = next(name for name in ("left", "right") if nodes.nodes[name].node_id == at)
+        stays = "right" if lost == "left" else "left"
+        faults.write_text(json.dumps({"mover.round": {"wait": str(gate)}}))
+        call(groups, "trainer", "publish", 2)
+        until(lambda: Path(f"{gate}.reached").exists() or None, "a mover is in the middle of the transfer")
+        faults.write_text("{}")
+        nodes.remove(lost)
+        machine_dies("fleet", host_of(at), runtime)
+        gate.touch()
+        assert call(groups, "engine-0", "serves", 2)[:2] == [2, [2.0]]
+        wait_for(groups, "engine-1", Phase.WAITING, 2)
+        nodes.add("new", engine=1)
+        wait_for(groups, "engine-1", Phase.RUNNING, 2)
+        assert call(groups, "engine-1", "serves", 2)[:2] == [2, [2.0]]
+
+        # A notice for a node becomes a leave, and the group starts elsewhere.
+        nodes.add("wide", engine=2)
+        nodes.drain(stays, 30.0)
+        wait_for(groups, "engine-0", Phase.RUNNING, 2)
+        assert call(groups, "engine-0", "node") == nodes.nodes["wide"].node_id
+        assert call(groups, "engine-0", "serves", 2)[:2] == [2, [2.0]]
+        assert [run.failures for run in groups.status().values()] == [()] * 3, "nodes' ends are nobody's fault"
+
+        # The API's grow and shrink are obeyed.
+        with on_ray.client("fleet") as client:
+            assert client.grow(groups=1, within=60).admitted == ("engine-2",)
+            wait_for(groups, "engine-2", Phase.RUNNING, 1)
+            assert client.shrink(["engine-2"], within=20).done
+        wait_for(groups, "engine-2", Phase.DONE, 1)
+
+        # A trainer is killed right after it has published: that arrives, and it is started again.
+        call(groups, "trainer", "publish", 3)
+        ray.kill(groups.workers("trainer")[0])
+        assert [call(groups, f"engine-{i}", "serves", 3)[:2] for i in (0, 1)] == [[3, [3.0]]] * 2
+        wait_for(groups, "trainer", Phase.RUNNING, 2)
+        assert len(groups.status()["trainer"].failures) == 1
+        for fleet in ("trainer", "engine"):
+            groups.resize(fleet, 0)
+        groups.wait(timeout=60)
+    on_ray.close("fleet")
