@@ -12,7 +12,7 @@ Names are loaded when first used, so that commands and services that need no tor
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 if TYPE_CHECKING:
     from elastic_reshard.arena import HostArena, empty, empty_like
@@ -34,10 +34,12 @@ if TYPE_CHECKING:
     from elastic_reshard.plan import Plan, PlanOptions, Topology
     from elastic_reshard.protocol.deadlines import Deadlines, Policies
     from elastic_reshard.supervisor.client import SupervisorClient
+    from elastic_reshard.supervisor.client_async import AsyncSupervisorClient
     from elastic_reshard.supervisor.server import Supervisor
     from elastic_reshard.transport import Endpoint
 
 _HOME = {
+    "AsyncSupervisorClient": "supervisor.client_async",
     "Box": "layout",
     "Correspondence": "layout",
     "Deadlines": "protocol.deadlines",
@@ -72,6 +74,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AsyncSupervisorClient",
     "Box",
     "Correspondence",
     "Deadlines",

@@ -19,7 +19,7 @@ from multiprocessing import forkserver
 from types import TracebackType
 from typing import Final, Self
 
-from elastic_reshard.communicator import interfaces
+from elastic_reshard import interfaces
 
 __all__ = ["CONTROL", "DATA", "HUB", "Networks", "enter", "missing"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_reshard.communicator.interfaces import VARIABLE
+from elastic_reshard.interfaces import VARIABLE
 from elastic_reshard.protocol.processes import started
 from elastic_reshard.protocol.view import Told
 from tests.elastic import rank as on

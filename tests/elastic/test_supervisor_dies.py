@@ -44,9 +44,9 @@ class Versions:
         assert self.trainer.committed(label) == self.last
         assert self.engine.receive(label) == self.last
 
-    def restarted(self) -> float:
-        """The supervisor is back, on its journal, in the next term; the time from which it must go on."""
-        self.world.start_supervisor()
+    def restarted(self, port: int | None = None) -> float:
+        """The supervisor is back, on its journal, in the next term; the time from which it must go on. port: 0: another."""
+        self.world.start_supervisor(port=port)
         assert self.world.term == self.terms + 1
         self.terms += 1
         return time.monotonic()
@@ -312,3 +312,16 @@ def _fenced(state: on.State) -> str | None:
         return "ended" if state.supervisor.wait(0) else None
     except Fenced as error:
         return str(error)
+
+
+def test_it_comes_back_at_another_address(pair: tuple[World, Gang, Gang]) -> None:
+    """Its place in the runtime folder tells watchdogs and members; a member may still name the old address."""
+    versions = Versions(pair)
+    world, _, _ = pair
+    was, world.url = world.url, ""
+    world.kill_supervisor()
+    back = versions.restarted(port=0)
+    assert world.url != was
+    versions.step("s2")
+    in_time(back)
+    versions.ended()
