@@ -174,7 +174,9 @@ class CatalogError(ReshardError, ValueError):
 
 
 class ProtocolError(ReshardError, ValueError):
-    """Settings or messages that cannot be obeyed."""
+    """Settings or messages that cannot be obeyed. `members`: ranks whose settings they are, where that is known."""
+
+    members: tuple[int, ...] = ()
 
 
 class Unauthorized(ProtocolError):

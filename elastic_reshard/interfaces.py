@@ -104,16 +104,19 @@ def refuse_loopback(told: Mapping[int, Told]) -> None:
     """
     if len({one.machine for one in told.values()}) <= 1:
         return
-    faults = [
-        f"member {rank} would be reached by {one.address}; it has {_listed([c for c in one.candidates if not c.loopback])}"
+    faults = {
+        rank: f"member {rank} would be reached by {one.address}; it has "
+        f"{_listed([c for c in one.candidates if not c.loopback])}"
         for rank, one in sorted(told.items())
         if one.address.loopback
-    ]
+    }
     if faults:
-        raise ProtocolError(
-            f"members are on several machines and cannot reach each other by loopback: {'; '.join(faults)}. "
+        error = ProtocolError(
+            f"members are on several machines and cannot reach each other by loopback: {'; '.join(faults.values())}. "
             f"Set {VARIABLE} on their machines to an interface or address that the others can reach"
         )
+        error.members = tuple(faults)
+        raise error
 
 
 def _listed(found: Sequence[Address]) -> str:

@@ -333,7 +333,9 @@ def _count_fruitless(draft: Draft, transfer: Transfer, reports: dict[str, MoverS
         for part in doc.landings
     )
     draft.tried = (doc.publication, stalls, 0 if grown else fruitless + 1)
-    leave_out(draft, transfer, [m for m, s in reports.items() if s.outcome == "refused" and s.error != "ShardLost"])
+    # All refuse alike what one is told to be like: then it is that one without whom they can go on.
+    refused = [(m, s) for m, s in reports.items() if s.outcome == "refused" and s.error != "ShardLost"]
+    leave_out(draft, transfer, {who for m, s in refused for who in (s.blames or (m,))})
     fruitless = draft.tried[2]
     lost = [s.reason for s in reports.values() if s.outcome == "refused" and s.error == "ShardLost"]
     if lost:

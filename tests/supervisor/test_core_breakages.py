@@ -122,8 +122,8 @@ BREAKAGES: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "a landing slot is given to a second version": (
         parties,
-        "                used.add(part.slot)",
-        "                pass",
+        "        used.add(slot)",
+        "        pass",
     ),
     "a transfer that was stopped counts as whole": (
         transfers,
@@ -146,8 +146,8 @@ BREAKAGES: dict[str, tuple[ModuleType, str, str]] = {
     "what had landed is sent again": (parties, "        and said.bits\n    }", "        and False\n    }"),
     "nobody is late": (
         transfers,
-        "    slow = stragglers(draft, transfer)",
-        "    return\n    slow = stragglers(draft, transfer)",
+        "    slow = stragglers(draft, transfer, reports)",
+        "    return\n    slow = stragglers(draft, transfer, reports)",
     ),
     "all wait for who is not ready": (transfers, "    slow = mark_slow(draft, transfer, late)", "    slow = set()"),
     "a replica is lost with another": (holdings, "if left and draft.covers(publication.layout, left):", "if False:"),
