@@ -216,15 +216,19 @@ def _ask_processes(bundle: Bundle, wanted: Wanted, watchdogs: list[Guarded]) -> 
 
 def _read_files(bundle: Bundle, wanted: Wanted, watchdogs: list[Guarded]) -> None:
     folders = {one.paths.folder for one in watchdogs}
+    nursery = ""  # its name, a digest where names had to be shortened
     with contextlib.suppress(ProtocolError):
         folders.add(Paths.of(wanted.job, "-", wanted.runtime).folder)
+        nursery = Paths.of_nursery(wanted.job, wanted.runtime).name
+        folders.add(Paths.of_nursery(wanted.job, wanted.runtime).folder)
     base = runtime_folder(wanted.runtime).absolute()
     for folder in sorted(folders):
         # In the base folder are other jobs' files too, when names had to be shortened.
         names = {one.paths.name for one in watchdogs if one.paths.folder == folder}
         for path in sorted(folder.glob("*.log")):
-            if folder != base or path.stem in names:
-                bundle.attempt(f"logs/{path.name}", lambda path=path: tail(path))  # type: ignore[misc]
+            if folder != base or path.stem in {*names, nursery}:
+                told = path.name if path.stem != nursery or "nursery" in nursery else f"nursery-{path.name}"
+                bundle.attempt(f"logs/{told}", lambda path=path: tail(path))  # type: ignore[misc]
     for one in watchdogs:
         bundle.attempt(f"hosts/{one.host}.json", lambda one=one: _record(one))  # type: ignore[misc]
     journal = wanted.journal or base / wanted.job / "journal.sqlite"

@@ -16,6 +16,7 @@ from elastic_reshard.plan import Destination, Plan, PlanOptions, Source, Topolog
 from elastic_reshard.plan.m2n import fast_part
 
 
+@pytest.mark.long
 def test_a_mover_killed_in_an_m2n_transfer_is_replaced_and_every_byte_arrives() -> None:
     layouts = transformer(16 << 20, 2, 1, 2)
     plan = Plan(

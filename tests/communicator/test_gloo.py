@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_reshard import interfaces
 from elastic_reshard.communicator import (
     Communicator,
     ControlStore,
@@ -18,7 +19,6 @@ from elastic_reshard.communicator import (
     GlooCommunicator,
     Name,
     Registry,
-    interfaces,
 )
 from elastic_reshard.errors import PeerLost, PeerRefused, ProtocolError, TransferError, TransferTimeout
 from elastic_reshard.interfaces import VARIABLE

@@ -124,6 +124,7 @@ def test_the_supervisors_node_is_lost_and_then_a_trainer_that_has_published(
     assert found.token.encode() not in logs, "the token is in no log"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_groups_live_through_nodes_that_come_and_go(nodes: RayNodes, runtime: Path) -> None:
     faults, gate = runtime / "faults.json", runtime / "gate"
