@@ -122,6 +122,12 @@ class Stage:
         key = self.publication(label).id
         return [e.fields["reason"] for e in self.world.events("transfer.breaking") if e.fields["publication"] == key]
 
+    def story(self, label: str) -> list[str]:
+        """What became of its transfers."""
+        key = self.publication(label).id
+        ours = {e.fields["transfer"] for e in self.world.events("transfer.forming") if e.fields["publication"] == key}
+        return [f"{e.event} {e.fields}" for e in self.world.events("") if e.fields.get("transfer") in ours]
+
     def network(self, label: str) -> float:
         """Bytes that went over the network for it."""
         return float(self.publication(label).metrics["bytes_network"])
@@ -129,12 +135,12 @@ class Stage:
     def whole(self, label: str) -> None:
         """It was moved in one epoch, which nothing broke."""
         found = (self.broken(label), self.attempts(label))
-        assert found == ([], 1), f"{label} was moved in one epoch: {found}"
+        assert found == ([], 1), f"{label} was moved in one epoch: {found}; {self.story(label)}"
 
     def rebuilt(self, label: str, *named: Actor) -> None:
         """One transfer of it broke, because of one of these if there is proof of that, and the next one did the rest."""
         reasons = self.broken(label)
-        assert len(reasons) == 1, f"one loss is one rebuild: {reasons}"
+        assert len(reasons) == 1, f"one loss is one rebuild: {reasons}; {self.story(label)}"
         assert self.attempts(label) == 2, f"{label} was moved in two epochs: {self.attempts(label)}"
         assert not named or any(actor.id in reasons[0] for actor in named), f"who was lost is named: {reasons[0]}"
 

@@ -110,7 +110,7 @@ def test_the_supervisors_node_is_lost_and_then_a_trainer_that_has_published(
     if path is not None:  # another supervisor has begun on the journal: this one ends, and says so
         other = er.Supervisor(Options(job=job, journal=path, token=found.token, runtime=runtime / "o"))
         other.close(over=False)
-        with on_ray.client(job) as client, pytest.raises(er.ReshardError):
+        with pytest.raises(er.ReshardError), on_ray.client(job) as client:  # it may have noticed by itself
             client.set_policies(er.Policies(max_lag=7))  # its next write
         with pytest.raises(Fenced):
             until(lambda: on_ray.find(job) is None or None, "it has noticed")
