@@ -374,6 +374,15 @@ def _give_up(draft: Draft, publication: str, groups: Iterable[str], why: str) ->
 # -- the next one
 
 
+def _inside_another(draft: Draft, members: Iterable[str]) -> bool:
+    """Whether a mover of these is still in a transfer that this supervisor has not: one that was running when the journal was
+    lost. It leaves as soon as its watchdog hears the view, or is condemned; and says so."""
+    said = (draft.movers.get(member) for member in members)
+    return any(
+        one is not None and one.state not in ("out", "ended") and one.transfer not in draft.transfers for one in said
+    )
+
+
 def _begin(draft: Draft) -> None:
     publication, groups = next_groups(draft, _everybody(draft))
     if publication is None or not groups:
@@ -382,6 +391,8 @@ def _begin(draft: Draft) -> None:
     if held is not None and held.publication != publication.doc.id:
         held = draft.suspended = None
     doc = compose(draft, publication, groups)
+    if _inside_another(draft, doc.present):
+        return
     _, fallen = choose(draft, doc.publication, doc.present)
     if held is not None:
         if draft.now >= held.until:
