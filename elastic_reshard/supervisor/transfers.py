@@ -375,12 +375,11 @@ def _give_up(draft: Draft, publication: str, groups: Iterable[str], why: str) ->
 
 
 def _inside_another(draft: Draft, members: Iterable[str]) -> bool:
-    """Whether a mover of these is still in a transfer that this supervisor has not: one that was running when the journal was
-    lost. It leaves as soon as its watchdog hears the view, or is condemned; and says so."""
+    """Whether a mover of these still runs a transfer that this supervisor has not: one that was running when the journal was
+    lost. It leaves as soon as its watchdog hears the view, or is condemned; and says so. One that has formed nothing yet never
+    will."""
     said = (draft.movers.get(member) for member in members)
-    return any(
-        one is not None and one.state not in ("out", "ended") and one.transfer not in draft.transfers for one in said
-    )
+    return any(one is not None and one.state == "running" and one.transfer not in draft.transfers for one in said)
 
 
 def _begin(draft: Draft) -> None:

@@ -22,3 +22,11 @@ def test_histories(request: pytest.FixtureRequest) -> None:
 def test_many_histories() -> None:
     broken = play_many(LONG)
     assert not broken, broken
+
+
+@pytest.mark.parametrize("seed", [1382, 1715])
+def test_histories_that_were_broken_once(seed: int) -> None:
+    """1715: after a lost journal a transfer began while a mover still ran a former one. 1382: waiting for one that had formed
+    nothing, for ever."""
+    broken = play(seed)
+    assert not broken, broken
