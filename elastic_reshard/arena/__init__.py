@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from elastic_reshard.arena.boxes import CopyTable, array_at, host_strided, run_on_host
     from elastic_reshard.arena.channel import DomainChannel, Message
-    from elastic_reshard.arena.copies import Copies, Elements, raw, tensor_over
+    from elastic_reshard.arena.copies import Copies, Elements, raw
     from elastic_reshard.arena.device import Device, DeviceMemory, Event, Registered, Stream
     from elastic_reshard.arena.devices import device_of, open_device, strided_of
     from elastic_reshard.arena.digests import digest_on_host
+    from elastic_reshard.arena.elements import tensor_over
     from elastic_reshard.arena.host import HostArena, Located, MappedArena, empty, empty_like, locate
     from elastic_reshard.arena.landing import (
         LandingArena,
@@ -63,7 +64,7 @@ _HOME = {
     "raw": "copies",
     "run_on_host": "boxes",
     "strided_of": "devices",
-    "tensor_over": "copies",
+    "tensor_over": "elements",
 }
 
 __all__ = [

@@ -3,7 +3,6 @@ one launch for all of them."""
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,21 +10,19 @@ import numpy.typing as npt
 import torch
 
 from elastic_reshard.arena.boxes import CopyTable, host_strided
+from elastic_reshard.arena.device import device_at
 from elastic_reshard.arena.devices import device_of, strided_of
-from elastic_reshard.arena.strided import Strided
+from elastic_reshard.arena.elements import BITS, tensor_over
+from elastic_reshard.arena.strided import Place, Strided
 from elastic_reshard.errors import ArenaError
 
 if TYPE_CHECKING:
     from elastic_reshard.arena.device import Device, Stream
 
-__all__ = ["Copies", "Elements", "raw", "strided_tensor", "tensor_over"]
+__all__ = ["Copies", "Elements", "raw", "strided_tensor"]
 
 # Elements that can be copied: on the host, or by their address.
 Elements = npt.NDArray[Any] | Strided
-
-# Same size, any strides: torch has no unsigned types with full support, and numpy has no bf16 or fp8.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 
 
 def raw(tensor: torch.Tensor) -> Elements:
@@ -38,17 +35,8 @@ def raw(tensor: torch.Tensor) -> Elements:
         )
     if device_of(tensor) is not None:
         return strided_of(tensor)
-    array: npt.NDArray[Any] = tensor.detach().view(_BITS[tensor.element_size()]).numpy()
+    array: npt.NDArray[Any] = tensor.detach().view(BITS[tensor.element_size()]).numpy()
     return array
-
-
-def tensor_over(array: npt.NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    """The array's memory as a tensor of that dtype, no copy. The caller does not write to a read-only one."""
-    if array.flags.writeable:
-        return torch.from_numpy(array.view(_NUMPY[array.dtype.itemsize])).view(dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(array.view(_NUMPY[array.dtype.itemsize])).view(dtype)
 
 
 def strided_tensor(array: Strided, dtype: torch.dtype) -> torch.Tensor:
@@ -57,7 +45,7 @@ def strided_tensor(array: Strided, dtype: torch.dtype) -> torch.Tensor:
         raise ArenaError(
             f"host memory at {array.address:#x} can't be taken as a tensor of {dtype}: pass it as a numpy array"
         )
-    return array.device.tensor(array, dtype)
+    return device_at(array.device).tensor(array, dtype)
 
 
 # Strided copies with rows of this many bytes run 1.2 to 1.5 times as fast by torch's kernel as by numpy's (measured).
@@ -82,7 +70,7 @@ def _widened(target: npt.NDArray[Any], source: npt.NDArray[Any]) -> tuple[npt.ND
 
 
 def _bits(array: npt.NDArray[Any]) -> torch.Tensor:
-    return tensor_over(array, _BITS[array.dtype.itemsize])
+    return tensor_over(array, BITS[array.dtype.itemsize])
 
 
 def _by_address(array: Elements) -> Strided:
@@ -92,17 +80,18 @@ def _by_address(array: Elements) -> Strided:
 class _OnDevice:
     """What is launched on one device."""
 
-    __slots__ = ("casts", "pairs", "table")
+    __slots__ = ("casts", "device", "pairs", "table")
 
-    def __init__(self) -> None:
+    def __init__(self, place: Place) -> None:
+        self.device = device_at(place)
         self.pairs: list[tuple[Strided, Strided]] = []
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.table: CopyTable | None = None
 
-    def prepared(self, device: Device) -> CopyTable:
+    def prepared(self) -> CopyTable:
         if self.table is None:
             self.table = CopyTable.of(self.pairs)
-            device.prepare(self.table)
+            self.device.prepare(self.table)
         return self.table
 
 
@@ -115,7 +104,7 @@ class Copies:
     def __init__(self) -> None:
         self._pairs: list[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = []
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._devices: dict[Device, _OnDevice] = {}
+        self._devices: dict[Place, _OnDevice] = {}
         self.nbytes = 0
 
     def add(self, target: Elements, source: Elements) -> None:
@@ -142,9 +131,15 @@ class Copies:
         device = target.device or source.device
         if device is None:
             raise ArenaError("a copy by addresses needs a device: both arrays are said to lie in host memory")
-        there = self._devices.setdefault(device, _OnDevice())
+        there = self._on(device)
         there.pairs.append((target, source))
         there.table = None
+
+    def _on(self, place: Place) -> _OnDevice:
+        found = self._devices.get(place)
+        if found is None:
+            found = self._devices[place] = _OnDevice(place)
+        return found
 
     def cast(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """With torch's conversion from the source's dtype to the target's; equal shapes."""
@@ -155,7 +150,7 @@ class Copies:
         if device is None:
             self._casts.append((target, source))
         elif target.numel():
-            self._devices.setdefault(device, _OnDevice()).casts.append((target, source))
+            self._on(device).casts.append((target, source))
 
     def __len__(self) -> int:
         there = sum(len(d.pairs) + len(d.casts) for d in self._devices.values())
@@ -164,12 +159,12 @@ class Copies:
     @property
     def device(self) -> Device | None:
         """The device that some of them run on; None: all are done when `run` returns."""
-        return next(iter(self._devices), None)
+        return next((there.device for there in self._devices.values()), None)
 
     def prepare(self) -> None:
         """Do ahead what the first `run` would do beside launching: some 10 us a copy on a device, and an upload."""
-        for device, there in self._devices.items():
-            there.prepared(device)
+        for there in self._devices.values():
+            there.prepared()
 
     def run(self, stream: Stream | None = None) -> None:
         """Copy everything, at the speed of memory. Releases the GIL inside each copy.
@@ -177,12 +172,12 @@ class Copies:
         Those on a device are launched in the order of the stream (None: the caller's current one there) and are not done
         when this returns. ArenaError if host memory beside them is not registered; nothing was launched then.
         """
-        for device, there in self._devices.items():
-            on = device.current() if stream is None else stream
+        for there in self._devices.values():
+            on = there.device.current() if stream is None else stream
             if there.pairs:
-                device.copy(there.prepared(device), on)
+                there.device.copy(there.prepared(), on)
             if there.casts:
-                device.cast([t for t, _ in there.casts], [s for _, s in there.casts], on)
+                there.device.cast([t for t, _ in there.casts], [s for _, s in there.casts], on)
         copyto = np.copyto
         for target, source in self._pairs:
             copyto(target, source)

@@ -22,7 +22,7 @@ from elastic_reshard.errors import ArenaError
 from elastic_reshard.log import logger
 
 if TYPE_CHECKING:
-    from elastic_reshard.arena.cuda import CudaDevice
+    from elastic_reshard.arena.device import Device
 
 __all__ = ["CudaMemory", "Mapping", "Registration", "Tables", "Upload", "Vmm"]
 
@@ -176,7 +176,7 @@ class Vmm:
 class CudaMemory:
     """One allocation or mapping. fd: stays this object's; -1 for mappings and scratch memory."""
 
-    def __init__(self, device: CudaDevice, mapping: Mapping, fd: int) -> None:
+    def __init__(self, device: Device, mapping: Mapping, fd: int) -> None:
         self._mapping: Mapping | None = mapping
         self._fd = fd
         self.device: Final = device

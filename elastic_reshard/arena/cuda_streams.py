@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from cuda.bindings import driver
 
@@ -12,10 +12,19 @@ from elastic_reshard.arena.driver import Context, call, outcome
 from elastic_reshard.errors import ArenaError
 
 if TYPE_CHECKING:
-    from elastic_reshard.arena.cuda import CudaDevice
     from elastic_reshard.arena.device import Event
 
 __all__ = ["CudaEvent", "CudaStream"]
+
+
+class _Gpu(Protocol):
+    """Whose streams these are: `cuda.CudaDevice`."""
+
+    def event_of(self, stream: CudaStream) -> CudaEvent:
+        """The point that a stream has reached."""
+
+    def settle(self) -> None:
+        """Let go of what launches that are done have used."""
 
 
 def _destroy(maker: int, context: Context, function: Any, handle: Any) -> None:
@@ -30,7 +39,7 @@ class CudaEvent:
 
     __slots__ = ("__weakref__", "_context", "_device", "handle")
 
-    def __init__(self, device: CudaDevice, context: Context, stream: int) -> None:
+    def __init__(self, device: _Gpu, context: Context, stream: int) -> None:
         self._device, self._context = device, context
         with context.current():
             self.handle: Final = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
@@ -68,7 +77,7 @@ class CudaStream:
 
     __slots__ = ("__weakref__", "_context", "_device", "handle")
 
-    def __init__(self, device: CudaDevice, context: Context, handle: int, *, owned: bool) -> None:
+    def __init__(self, device: _Gpu, context: Context, handle: int, *, owned: bool) -> None:
         self._device, self._context = device, context
         self.handle: Final = handle
         if owned:

@@ -7,19 +7,19 @@ without a GPU). Copies and digests are asynchronous, in the order of their strea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from elastic_reshard.arena.strided import Strided
+from elastic_reshard.arena.strided import Place, Strided
 
 if TYPE_CHECKING:
     import torch
 
     from elastic_reshard.arena.boxes import CopyTable
 
-__all__ = ["Device", "DeviceMemory", "Event", "How", "Registered", "Stream"]
+__all__ = ["Device", "DeviceMemory", "Event", "How", "Registered", "Stream", "device_at"]
 
 How = Literal["kernel", "engine"]
 
@@ -88,16 +88,8 @@ class Registered(Protocol):
         """Give it up. May be called again."""
 
 
-class Device(Protocol):
+class Device(Place, Protocol):
     """One device of this process. Any thread; what is launched from several threads goes to their own streams."""
-
-    @property
-    def kind(self) -> str:
-        """ "cuda" or "pretend"."""
-
-    @property
-    def id(self) -> str:
-        """What tables name: a GPU's UUID, or "pretend:N"."""
 
     def create(self, nbytes: int, label: str) -> DeviceMemory:
         """Zeroed memory owned by a descriptor. Blocks some ms a GiB. ArenaError, with figures, if there is not enough."""
@@ -147,3 +139,8 @@ class Device(Protocol):
 
     def read(self, strided: Strided, stream: Stream) -> npt.NDArray[Any]:
         """Its elements, copied to the host, as unsigned integers; blocks."""
+
+
+def device_at(place: Place) -> Device:
+    """The device that an array lies on: devices are the only places there are."""
+    return cast(Device, place)

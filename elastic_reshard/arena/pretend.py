@@ -333,7 +333,7 @@ class PretendDevice:
 
     def tensor(self, strided: Strided, dtype: torch.dtype) -> torch.Tensor:
         """The same memory as a CPU tensor, which keeps it mapped; no copy. Not to be written to if it is mapped read-only."""
-        from elastic_reshard.arena.copies import tensor_over
+        from elastic_reshard.arena.elements import tensor_over
 
         return tensor_over(array_at(strided), dtype)
 

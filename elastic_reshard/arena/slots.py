@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from elastic_reshard.arena.copies import strided_tensor, tensor_over
+from elastic_reshard.arena.copies import strided_tensor
+from elastic_reshard.arena.elements import tensor_over
 from elastic_reshard.arena.host import ALIGNMENT, HostArena, MappedArena
 from elastic_reshard.arena.ledgers import WORD_BYTES, fence
 from elastic_reshard.arena.strided import Strided, contiguous_strides

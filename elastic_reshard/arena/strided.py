@@ -8,16 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from elastic_reshard.errors import ArenaError
 
-if TYPE_CHECKING:
-    from elastic_reshard.arena.device import Device
-
-__all__ = ["Strided", "contiguous_strides", "within"]
+__all__ = ["Place", "Strided", "contiguous_strides", "within"]
 
 _SIZES = (1, 2, 4, 8, 16)
+
+
+class Place(Protocol):
+    """Where bytes lie that are not host memory: a device, as far as an array has to know it (`device.device_at`)."""
+
+    @property
+    def kind(self) -> str:
+        """ "cuda" or "pretend"."""
+
+    @property
+    def id(self) -> str:
+        """What tables name: a GPU's UUID, or "pretend:N"."""
 
 
 def contiguous_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
@@ -56,7 +65,7 @@ class Strided:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     itemsize: int
-    device: Device | None
+    device: Place | None
     owner: object = field(compare=False, repr=False, default=None)
 
     def __post_init__(self) -> None:

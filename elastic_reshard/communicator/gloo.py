@@ -8,7 +8,6 @@ and only the end of the process helps.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -20,8 +19,9 @@ import torch
 from elastic_reshard import interfaces
 from elastic_reshard.communicator.base import Backend, Capabilities, Communicator, Name, check_configs
 from elastic_reshard.communicator.gate import GatedNetwork
+from elastic_reshard.communicator.greeting import HELLO, hello, stranger
 from elastic_reshard.communicator.store import ControlStore
-from elastic_reshard.errors import PeerLost, PeerRefused, ReshardError, TransferError, TransferTimeout
+from elastic_reshard.errors import PeerLost, ReshardError, TransferError, TransferTimeout
 from elastic_reshard.interfaces import Address, Told
 from elastic_reshard.log import logger
 from elastic_reshard.transport.network import Evidence, GlooNetwork
@@ -33,7 +33,6 @@ _log = logger("communicator")
 _CONNECT_TRIES = 5
 # A message number that no transfer reaches; the receive that closes the pairs waits for it in vain.
 _NEVER = (1 << 30) - 1
-_HELLO = 32
 
 
 class GlooBackend:
@@ -147,7 +146,7 @@ class GlooCommunicator:
         `deadline` at most. PeerLost, TransferTimeout or PeerRefused, which name ranks."""
         peers = [peer for peer in range(self.size) if peer != self.rank]
         mine = _hello(self.name, self.rank, self.size, config)
-        heard = {peer: torch.zeros(_HELLO, dtype=torch.uint8) for peer in peers}
+        heard = {peer: torch.zeros(HELLO, dtype=torch.uint8) for peer in peers}
         try:
             receives = {peer: self.network.receive(peer, into) for peer, into in heard.items()}
             sends = [self.network.send(peer, mine) for peer in peers]
@@ -165,10 +164,7 @@ class GlooCommunicator:
             ) from error
         for peer in peers:
             if not torch.equal(heard[peer], _hello(self.name, peer, self.size, config)):
-                raise PeerRefused(
-                    peer,
-                    f"it formed another communicator than {self.name} as rank {peer} of {self.size} with {config!r}",
-                )
+                raise stranger(self.name, peer, self.size, config)
 
     def _close_pairs(self) -> None:
         # A wait that times out closes all pairs; on a pair that is already broken it fails at once and closes nothing.
@@ -189,8 +185,7 @@ def _told(rank: int) -> str:
 
 
 def _hello(name: Name, rank: int, size: int, config: str) -> torch.Tensor:
-    digest = hashlib.blake2b(f"{name}|{rank}|{size}|{config}".encode(), digest_size=_HELLO).digest()
-    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(hello(name, rank, size, config)), dtype=torch.uint8)
 
 
 def _vet(values: Mapping[str, bytes], size: int) -> None:

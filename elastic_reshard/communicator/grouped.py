@@ -7,7 +7,6 @@ abort or their deadline.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 import time
@@ -20,8 +19,9 @@ from elastic_reshard.arena.device import Device, Event, Stream
 from elastic_reshard.arena.strided import Strided
 from elastic_reshard.communicator.base import Capabilities, Communicator, Name
 from elastic_reshard.communicator.gate import Turnstile
+from elastic_reshard.communicator.greeting import HELLO, hello, stranger
 from elastic_reshard.communicator.store import ControlStore
-from elastic_reshard.errors import PeerLost, PeerRefused, ReshardError, TransferError, TransferTimeout
+from elastic_reshard.errors import PeerLost, ReshardError, TransferError, TransferTimeout
 from elastic_reshard.log import logger
 from elastic_reshard.transport.blocks import WORD, WordBlock
 from elastic_reshard.transport.network import Evidence, Pending
@@ -31,7 +31,7 @@ __all__ = ["GroupedCommunicator", "Native", "StreamNetwork"]
 
 _log = logger("communicator")
 
-_HELLO: Final = 4  # words
+_HELLO: Final = HELLO // WORD  # words
 # What a polite end may take before it becomes an abort.
 _FAREWELL_S: Final = 5.0
 
@@ -260,10 +260,7 @@ class GroupedCommunicator:
             if not np.array_equal(
                 block.host[_HELLO * peer : _HELLO * (peer + 1)], _hello(self.name, peer, size, self.config)
             ):
-                raise PeerRefused(
-                    peer,
-                    f"it formed another communicator than {self.name} as rank {peer} of {size} with {self.config!r}",
-                )
+                raise stranger(self.name, peer, size, self.config)
         block.close()
 
     def greeted(self, deadline: float, store: ControlStore | None = None) -> GroupedCommunicator:
@@ -298,8 +295,7 @@ class GroupedCommunicator:
 
 
 def _hello(name: Name, rank: int, size: int, config: str) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    digest = hashlib.blake2b(f"{name}|{rank}|{size}|{config}".encode(), digest_size=_HELLO * WORD).digest()
-    return np.frombuffer(digest, dtype=np.uint64)
+    return np.frombuffer(hello(name, rank, size, config), dtype=np.uint64)
 
 
 def _renumbered(evidence: Evidence, staying: Sequence[int]) -> Evidence:

@@ -105,6 +105,7 @@ class Bundle:
             with os.fdopen(handle, "wb") as raw, tarfile.open(fileobj=raw, mode="w:gz") as archive:
                 for name, content in sorted(self.files.items()):
                     entry = tarfile.TarInfo(f"{folder}/{name}")
+                    # The wall clock, for whoever unpacks it; nothing is decided by it.
                     entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
                     archive.addfile(entry, io.BytesIO(content))
         except OSError as error:

@@ -30,13 +30,11 @@ from elastic_reshard.transport.network import GroupedNetwork
 if TYPE_CHECKING:
     from elastic_reshard.arena.landing import LandingSlot
     from elastic_reshard.communicator.base import Communicator
-    from elastic_reshard.mover.carry import Carried, Origin, Page, Part
+    from elastic_reshard.mover.part import Carried, Origin, Page, Part
 
-__all__ = ["NETWORKS", "Lane", "carry_fast"]
+__all__ = ["Lane", "carry_fast"]
 
 _log = logger("mover")
-# Networks by which some tensors go by M2N; the rest goes over the other one's groups.
-NETWORKS: Final = {"nccl_m2n": "nccl", "pretend_m2n": "pretend"}
 _BEFORE: Final = -1  # the round of all that comes before the rounds
 
 

@@ -9,7 +9,7 @@ from elastic_reshard.arena.device import Device
 from elastic_reshard.communicator.base import Backend
 from elastic_reshard.errors import ArenaError, ReshardError
 from elastic_reshard.log import logger
-from elastic_reshard.mover.fast import NETWORKS
+from elastic_reshard.mover.part import NETWORKS
 
 __all__ = ["backend_of", "networks_of"]
 

@@ -15,8 +15,8 @@ from elastic_reshard.arena.shared import device_named, map_memory
 from elastic_reshard.arena.slots import SlotReader
 from elastic_reshard.arena.tables import memory_of
 from elastic_reshard.errors import ArenaError
-from elastic_reshard.mover.carry import Bound, Origin, Part, bind_part, part_of
-from elastic_reshard.mover.fast import NETWORKS
+from elastic_reshard.mover.carry import Bound, bind_part
+from elastic_reshard.mover.part import NETWORKS, Origin, Part, part_of
 from elastic_reshard.mover.staging import Staging
 from elastic_reshard.mover.task import Given, Task, check, check_plan, plan_of, sides_of
 from elastic_reshard.protocol.docs import LandingDoc

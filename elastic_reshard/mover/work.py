@@ -20,11 +20,12 @@ from elastic_reshard.communicator.registry import Registry
 from elastic_reshard.communicator.store import ControlStore
 from elastic_reshard.errors import ArenaError, ProtocolError, ReshardError, TransferError
 from elastic_reshard.log import logger
-from elastic_reshard.mover.carry import Carried, Page, carry
+from elastic_reshard.mover.carry import carry
 from elastic_reshard.mover.core import Outcome, Progress, Task
 from elastic_reshard.mover.fast import Lane, carry_fast
 from elastic_reshard.mover.gate import Gate
 from elastic_reshard.mover.networks import backend_of
+from elastic_reshard.mover.part import Carried, Page
 from elastic_reshard.mover.ready import Ready, Shelf
 from elastic_reshard.mover.staging import taken
 from elastic_reshard.protocol.window import Turn

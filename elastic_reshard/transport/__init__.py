@@ -4,7 +4,7 @@ from elastic_reshard.transport.endpoint import Endpoint, Identity
 from elastic_reshard.transport.network import GlooNetwork, GroupedNetwork, Network, Pending
 from elastic_reshard.transport.program import Program, StagingPlan, Wire, bind
 from elastic_reshard.transport.rounds import Carriage, Tally
-from elastic_reshard.transport.run import run
+from elastic_reshard.transport.running import run
 from elastic_reshard.transport.streamed import StreamedRounds
 from elastic_reshard.transport.views import PeerViews, SlotViews, Views
 from elastic_reshard.transport.watched import Watch

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from elastic_reshard.arena import tensor_over
+from elastic_reshard.arena.device import device_at
 from elastic_reshard.arena.strided import Strided
 from elastic_reshard.errors import ArenaError
 
@@ -55,4 +56,4 @@ def tensor_of(piece: Memory, dtype: torch.dtype) -> torch.Tensor:
         raise ArenaError(
             f"host memory at {piece.address:#x} can't be taken as a tensor of {dtype}: pass it as an array"
         )
-    return piece.device.tensor(piece, dtype)
+    return device_at(piece.device).tensor(piece, dtype)

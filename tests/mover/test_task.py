@@ -10,7 +10,7 @@ import pytest
 from elastic_reshard.errors import LayoutError, PlanError, PlanMismatch, ProtocolError
 from elastic_reshard.layout import Correspondence
 from elastic_reshard.layout.side import Side
-from elastic_reshard.mover.carry import part_of
+from elastic_reshard.mover.part import part_of
 from elastic_reshard.mover.task import check, check_plan, plan_of, sides_of
 from elastic_reshard.protocol import bits
 from tests.mover.world import World, model

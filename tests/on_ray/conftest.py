@@ -71,6 +71,7 @@ class RayNodes:
 
         reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
         gcs = ray._private.worker.global_worker.gcs_client
+        # Ray takes the moment by the wall clock.
         taken, why = gcs.drain_node(self.nodes[name].node_id, reason, "a test", int((time.time() + seconds) * 1000))
         assert taken, why
 
