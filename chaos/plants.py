@@ -129,12 +129,12 @@ class _After(importlib.abc.MetaPathFinder):
 def _unfenced(journal: ModuleType) -> None:
     write = journal.Journal.write
 
-    def unchecked(self: Any, told: Any, weight_version: int) -> None:
+    def unchecked(self: Any, *told: Any, **more: Any) -> None:
         with self._reading() as sql:
             now = sql.execute("SELECT term FROM meta").fetchone()[0]
         mine, self.term = self.term, now
         try:
-            write(self, told, weight_version)
+            write(self, *told, **more)
         finally:
             self.term = mine
 

@@ -94,11 +94,11 @@ class Soak:
     def run(self) -> dict[str, Any]:
         """The whole of it; the report. Nothing of it is left when this returns."""
         try:
-            self._start()
-            end = time.monotonic() + self.seconds
+            up = self._start()
+            end = time.monotonic() + (self.seconds if up else 0.0)
             while time.monotonic() < end and not self._caught():
                 self._episode()
-            if not self._caught():
+            if up and not self._caught():
                 self._settle()
                 self._end()
             self.observer.finish()
@@ -110,15 +110,18 @@ class Soak:
             self.cast.close()
         return report.made(self)
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Whether the job came up. One that did not is ended without more."""
         self.cast.start_supervisor()
         for seat in SEATS:
             self._until(lambda: self.cast.port != 0, 20.0)
             self.stage.begin(seat)
         calm = Fault(0, "start", "job", 0.0, False, at=time.monotonic())
-        if not self._until(lambda: self.stage.beyond(calm)[1], 90.0):
+        if not self._until(lambda: self.stage.beyond(calm)[1], 90.0) and not self._caught():
             self.observer.violation(time.monotonic(), "the job did not come up", "job", "no version everywhere in 90 s")
+            return False
         self.say(f"{time.monotonic() - self.began:7.1f} s  the job is up: {len(SEATS)} members on {len(HOSTS)} hosts")
+        return True
 
     def _episode(self) -> None:
         """A fault, perhaps another one meanwhile, and the recovery."""

@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -85,8 +86,11 @@ class StandIn:
             )
         peer = next(i for i, m in enumerate(task.transfer.members) if m != self.member)
         while True:
-            if self._abort.wait(ROUND) and "deaf" not in how:
-                return replace(now, state="out", outcome="stopped")
+            if self._abort.wait(ROUND):
+                if "deaf" not in how:
+                    return replace(now, state="out", outcome="stopped")
+                # As one in gloo: a thread that runs Python while its stack is written may end the process by that.
+                time.sleep(3600.0)
             if self._held and not now.held:
                 now = replace(now, held=True)
                 self._say(now)
