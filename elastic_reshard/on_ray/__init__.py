@@ -13,8 +13,23 @@ Ray is imported here and nowhere else in the package; `ray.init` is the program'
 
 from elastic_reshard.on_ray.fleet import Fleet
 from elastic_reshard.on_ray.groups import Groups
-from elastic_reshard.on_ray.joining import join
+from elastic_reshard.on_ray.joining import Seat, join, seat, vouch
 from elastic_reshard.on_ray.keeper import Found, client, close, find, start
 from elastic_reshard.on_ray.plan import Limits, Phase, Run
 
-__all__ = ["Fleet", "Found", "Groups", "Limits", "Phase", "Run", "client", "close", "find", "join", "start"]
+__all__ = [
+    "Fleet",
+    "Found",
+    "Groups",
+    "Limits",
+    "Phase",
+    "Run",
+    "Seat",
+    "client",
+    "close",
+    "find",
+    "join",
+    "seat",
+    "start",
+    "vouch",
+]

@@ -1,7 +1,7 @@
 """What Ray knows and keeps: nodes, drain notices, actors, and a few words of ours. Ray's unofficial parts are used here only.
 
-Every function blocks for one or two calls to Ray's control service (milliseconds; up to its own timeout while that is away)
-and wants `ray.init` to have been called.
+Every function blocks for one or two calls to Ray's control service (milliseconds; while that is away, until it is back) and
+wants `ray.init` to have been called. Raises one of SIGHTLESS if Ray could not tell.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from typing import Any, Final
 
 import ray
 from ray._private import state as _state
+from ray._raylet import PlacementGroupID
+from ray.actor import ActorHandle
 from ray.experimental import internal_kv
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
 __all__ = [
     "NAMESPACE",
+    "SIGHTLESS",
     "Place",
+    "actor_of",
     "draining",
     "drop",
     "here",
@@ -30,6 +35,9 @@ __all__ = [
     "lives_of",
     "node_of",
     "nodes",
+    "room_of",
+    "room_ready",
+    "rooms",
     "told",
     "words_of",
 ]
@@ -37,6 +45,8 @@ __all__ = [
 _ray: Any = ray  # some of its functions have no types
 # Of our named actors, so that they are found from every namespace; and of what is kept in Ray's key-value store.
 NAMESPACE: Final = "elastic_reshard"
+# What Ray's functions raise when its control service, or the way to it, is away: nothing is known then.
+SIGHTLESS: Final = (ray.exceptions.RayError, OSError)
 _MOST: Final = 20  # letters of a node's id in a host's label
 _SINGLY: Final = 16  # actors that are asked for one by one
 
@@ -96,6 +106,34 @@ def node_of(actor: str) -> str:
     """The node on which an actor runs or ran last; "" if it never did."""
     found: Mapping[str, Any] = _state.actors(actor) or {}
     return str(found.get("Address", {}).get("NodeID", ""))
+
+
+def actor_of(name: str) -> ActorHandle[Any] | None:
+    """The actor of this name in our namespace; None if there is none that lives."""
+    try:
+        found: ActorHandle[Any] = ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+    return found
+
+
+def rooms(prefix: str) -> dict[str, PlacementGroup]:
+    """Placement groups whose names begin so, in whatever namespace (Ray's own search looks into one), by name."""
+    return {
+        table["name"]: PlacementGroup(PlacementGroupID(bytes.fromhex(key)))
+        for key, table in placement_group_table().items()
+        if table["name"].startswith(prefix) and table["state"] != "REMOVED"
+    }
+
+
+def room_of(name: str) -> PlacementGroup | None:
+    """The placement group of this name; None if there is none."""
+    return rooms(name).get(name)
+
+
+def room_ready(room: PlacementGroup) -> bool:
+    """Whether there is room: its own `wait(0)` says no at times although there is."""
+    return bool(placement_group_table(room).get("state") == "CREATED")
 
 
 def keep(key: str, value: Mapping[str, Any]) -> None:

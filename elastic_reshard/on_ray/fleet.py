@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import ray
+import tenacity
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -19,6 +22,8 @@ from elastic_reshard.on_ray.plan import Size
 __all__ = ["Crew", "Fleet", "Gone"]
 
 _NODE_LABEL: Final = "ray.io/node-id"
+_PROBE: Final = 1.0  # seconds between looks at those whose `run` cannot be asked
+_SAY: Final = 120.0  # seconds in which Ray may take a word about an end
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,12 @@ class Fleet:
     strategy: str = "PACK"
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def fits(self) -> str:
+        """Why its workers cannot outlive the driver; "" if they can."""
+        kind = getattr(getattr(self.worker, "__ray_metadata__", None), "modified_class", self.worker)
+        coroutine = inspect.iscoroutinefunction(getattr(kind, "run", None))
+        return f"fleet {self.name}: run must not be async, if workers are to be adopted" if coroutine else ""
+
     @property
     def sizes(self) -> Size:
         """For the plan."""
@@ -62,21 +73,23 @@ class Gone:
 class Crew:
     """The workers of one attempt of one group. One thread uses it."""
 
-    def __init__(self, fleet: Fleet, group: str, attempt: int, shun: Sequence[str]) -> None:
-        """Asks for room, outside the nodes `shun`. Returns at once."""
-        self.group, self.attempt = group, attempt
-        self._fleet = fleet
+    def __init__(self, fleet: Fleet, group: str, attempt: int, keeper: str, outlives: bool = False) -> None:
+        """Asks Ray for nothing yet. keeper: makes the name of its room, in Ray, one that nobody else gives. outlives: room and
+        workers outlive this process, and can be found again."""
+        self.group, self.attempt, self.name = group, attempt, f"{keeper}/{group}/{attempt}"
+        self._fleet, self._outlives = fleet, outlives
+        self._probe_at = 0.0
+        self._asked = False
+        self._room: PlacementGroup | None = None
         self._handles: list[ActorHandle[Any]] = []
         self._runs: dict[ray.ObjectRef[Any], int] = {}
         self._unsure: set[int] = set()
-        selector = [{_NODE_LABEL: f"!in({','.join(sorted(shun))})"}] * fleet.size if shun else None
-        bundles = [dict(fleet.each) for _ in range(fleet.size)]
-        self._room: PlacementGroup = placement_group(bundles, strategy=fleet.strategy, bundle_label_selector=selector)
+        self._gone: dict[int, Gone] = {}
 
     @property
     def placed(self) -> bool:
         """Whether its workers have been made."""
-        return bool(self._handles)
+        return len(self._handles) == self._fleet.size
 
     @property
     def handles(self) -> list[ActorHandle[Any]]:
@@ -88,51 +101,137 @@ class Crew:
         """Their ids in Ray, by rank."""
         return [handle._actor_id.hex() for handle in self._handles]
 
-    def place(self) -> bool:
-        """Make the workers if there is room by now; whether they were made. Returns at once."""
-        if self.placed or not self._room.wait(0):
+    def place(self, shun: Callable[[], Sequence[str]]) -> bool:
+        """Ask for room, outside the nodes `shun`; make the workers if there is room by now: whether they were made now. Returns
+        at once. When it raised, call it again: it goes on from there."""
+        if self.placed:
+            return False
+        if self._room is None:
+            self._room = self._find_room(shun)
+        if not cluster.room_ready(self._room):
             return False
         fleet = self._fleet
         kind = fleet.worker if hasattr(fleet.worker, "options") else ray.remote(fleet.worker)
         usual = {"num_cpus": 0, "max_restarts": 0, **_wants(fleet.each), **fleet.options}
-        for rank in range(fleet.size):
-            there = PlacementGroupSchedulingStrategy(self._room, rank)
+        for rank in range(len(self._handles), fleet.size):
+            fixed: dict[str, Any] = {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._room, rank)}
+            made = cluster.actor_of(self._named(rank)) if self._outlives else None  # made before, without an answer
+            if self._outlives:
+                fixed |= {"name": self._named(rank), "namespace": cluster.NAMESPACE, "lifetime": "detached"}
             seat = Group(self.group, fleet.size, rank)
-            made = kind.options(**{**usual, "scheduling_strategy": there}).remote(seat, **fleet.arguments)
+            made = made or kind.options(**{**usual, **fixed}).remote(seat, **fleet.arguments)
+            run = made.__ray_call__.remote(_work, self._named(rank)) if self._outlives else made.run.remote()
+            self._runs[run] = rank
             self._handles.append(made)
-            self._runs[made.run.remote()] = rank
         return True
 
+    def find(self) -> bool:
+        """Take over the workers of this attempt that another process made, if all of them are there."""
+        room = cluster.room_of(self.name)
+        if room is None or not cluster.room_ready(room):
+            return False
+        found = [cluster.actor_of(self._named(rank)) for rank in range(self._fleet.size)]
+        self._handles = [handle for handle in found if handle is not None]
+        if not self.placed:
+            return False
+        self._room, self._asked = room, True
+        self._unsure = set(range(self._fleet.size))
+        return True
+
+    def _named(self, rank: int) -> str:
+        """The name of a worker that outlives this process, and the key of a word about its end."""
+        return f"{self.name}/{rank}"
+
+    def _find_room(self, shun: Callable[[], Sequence[str]]) -> PlacementGroup:
+        # Asked before without an answer: Ray may have made it all the same.
+        if self._asked and (found := cluster.room_of(self.name)) is not None:
+            return found
+        fleet, nodes = self._fleet, shun()
+        self._asked = True
+        selector = [{_NODE_LABEL: f"!in({','.join(sorted(nodes))})"}] * fleet.size if nodes else None
+        bundles = [dict(fleet.each) for _ in range(fleet.size)]
+        made: PlacementGroup = placement_group(
+            bundles,
+            strategy=fleet.strategy,
+            bundle_label_selector=selector,
+            name=self.name,
+            lifetime="detached" if self._outlives else None,
+        )
+        return made
+
     def ended(self) -> list[Gone]:
-        """Who has ended since the last call. Returns at once."""
+        """Who has ended and is not `settled` yet. Returns at once."""
         ready, _ = ray.wait(list(self._runs), num_returns=len(self._runs), timeout=0) if self._runs else ([], [])
-        found = [gone for ref in ready if (gone := self._look(ref)) is not None]
+        for ref in ready:
+            self._look(ref)
+        if self._unsure and time.monotonic() >= self._probe_at:
+            self._probe()
+            self._probe_at = time.monotonic() + _PROBE
+        return list(self._gone.values())
+
+    def _probe(self) -> None:
+        """Those whose `run` cannot be asked how it ended: what they left word of, and Ray's table."""
         lives = cluster.lives_of([self.actors[rank] for rank in self._unsure])
         for rank in sorted(self._unsure):
-            if lives.get(self.actors[rank], ("ALIVE", 0))[0] == "DEAD":
-                self._unsure.discard(rank)
-                found.append(Gone(rank, "its actor is dead"))
-        return found
+            said = cluster.told(self._named(rank)) if self._outlives else {}
+            if said:
+                self._gone[rank] = Gone(rank, str(said["fault"]), bool(said["alone"]))
+            elif lives.get(self.actors[rank], ("ALIVE", 0))[0] == "DEAD":
+                self._gone[rank] = Gone(rank, "its actor is dead")
+            else:
+                continue
+            self._unsure.discard(rank)
 
-    def _look(self, ref: ray.ObjectRef[Any]) -> Gone | None:
-        rank = self._runs.pop(ref)
+    def settled(self, gone: Gone) -> None:
+        """What is to be made of its end is decided."""
+        self._gone.pop(gone.rank, None)
+
+    def _look(self, ref: ray.ObjectRef[Any]) -> None:
+        rank = self._runs[ref]
         try:
             ray.get(ref)
+            self._gone[rank] = Gone(rank)
+        except ray.exceptions.RpcError:
+            raise  # Ray could not tell
         except ray.exceptions.ActorUnavailableError:
             self._unsure.add(rank)  # it cannot be reached now: that is not death
-            return None
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None)
-            return Gone(rank, cluster.words_of(error), isinstance(cause, SupervisorUnreachable))
-        return Gone(rank)
+            self._gone[rank] = Gone(rank, cluster.words_of(error), isinstance(cause, SupervisorUnreachable))
+        del self._runs[ref]
 
     def end(self) -> None:
-        """Kill who is left, and give the room back. Returns at once. May be called again."""
+        """Kill who is left, and give the room back. Returns at once. May be called again, and must be when it raised."""
         for handle in self._handles:
             ray.kill(handle, no_restart=True)
+        room = self._room or (cluster.room_of(self.name) if self._asked else None)
+        if room is not None:
+            remove_placement_group(room)
+        for rank in range(self._fleet.size if self._outlives else 0):
+            cluster.drop(self._named(rank))
         self._runs.clear()
         self._unsure.clear()
-        remove_placement_group(self._room)
+        self._gone.clear()
+
+
+def _work(worker: Any, key: str) -> None:
+    """Inside an actor that outlives its driver: its `run`, and a word of how that ended for the driver that will be there."""
+    try:
+        worker.run()
+    except BaseException as error:
+        _say(key, Gone(0, f"{type(error).__name__}: {error}"[:500], isinstance(error, SupervisorUnreachable)))
+        raise
+    _say(key, Gone(0))
+
+
+def _say(key: str, gone: Gone) -> None:
+    again = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(cluster.SIGHTLESS),
+        wait=tenacity.wait_exponential(multiplier=0.2, max=5.0),
+        stop=tenacity.stop_after_delay(_SAY),
+        reraise=True,
+    )
+    again(cluster.keep, key, {"fault": gone.fault, "alone": gone.alone})
 
 
 def _wants(each: Mapping[str, float]) -> dict[str, Any]:

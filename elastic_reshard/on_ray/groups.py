@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+import uuid
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
 
+import ray
 from ray.actor import ActorHandle
 
-from elastic_reshard.errors import MembershipError, ProtocolError, RefitTimeout, ReshardError, SupervisorUnreachable
+from elastic_reshard.errors import (
+    Fenced,
+    MembershipError,
+    ProtocolError,
+    RefitTimeout,
+    ReshardError,
+    SupervisorUnreachable,
+)
 from elastic_reshard.log import logger
-from elastic_reshard.on_ray import cluster, plan
+from elastic_reshard.on_ray import again, cluster, plan
 from elastic_reshard.on_ray.fleet import Crew, Fleet
 from elastic_reshard.on_ray.keeper import client as client_of
+from elastic_reshard.on_ray.kept import Kept
 from elastic_reshard.on_ray.lookout import Workers
 from elastic_reshard.on_ray.views import Looked, look
 from elastic_reshard.supervisor.client import SupervisorClient
@@ -24,6 +37,9 @@ __all__ = ["Groups"]
 _log = logger("on_ray")
 _TURN: Final = 0.2  # seconds between looks at Ray
 _VIEW: Final = 1.0  # seconds between looks at the supervisor
+_SWEEP: Final = 10.0  # seconds between searches for what another one left
+_LOOK: Final = 1.0  # seconds after which who waits looks whether Ray is still seen
+_BLIND: Final = 5.0  # seconds without a whole look from which its end is worth a word
 _FIND: Final = 0.3  # seconds of one search for it
 _RARER: Final = 3  # times, how much rarer those are than looks
 _END: Final = 10.0  # seconds for the thread's end
@@ -31,23 +47,43 @@ _END: Final = 10.0  # seconds for the thread's end
 
 class Groups:
     """Starts the groups of these fleets, starts them again, moves and resizes them, until it is closed or its process ends
-    (the workers are then ended by Ray). A thread of its own does it; any thread may ask. A context manager.
+    (the workers are then ended by Ray, unless `adopt`). A thread of its own does it; any thread may ask. A context manager.
+
+    Ray's control service may be away: the workers go on, nothing is decided meanwhile, and that time is nobody's. When it was
+    away for `limits.blind`, the groups are kept no longer: every call raises MembershipError.
 
     `shrink` of the API ends a group for good; `drain` of a host, and Ray's notice for a node, make its groups start again
     elsewhere; `grow` makes more groups of the fleet that grows. The supervisor may be away: who dies is replaced all the same.
 
-    Raises ProtocolError for fleets that cannot work."""
+    adopt: for drivers that are started again. The workers outlive this process, whatever ends it. The next one's `Groups` with
+    adopt takes over, as they are, the groups all of whose workers still run, ends what is left of the others and starts
+    those anew; what was done stays done, there are as many groups as there were (`resize` changes it), and deaths are
+    counted from the beginning. Only `close` ends the workers: a `with` block that ends by an error leaves them to the next one.
+    A job has one such keeper, the last: the calls of those before raise Fenced. A `Groups` without adopt ends them first
+    if it has fleets of the same names. `run` must not be async.
 
-    def __init__(self, job: str, fleets: Sequence[Fleet], limits: plan.Limits | None = None) -> None:
+    Raises ProtocolError for fleets that cannot work; with adopt, MembershipError if Ray does not answer."""
+
+    def __init__(
+        self, job: str, fleets: Sequence[Fleet], limits: plan.Limits | None = None, *, adopt: bool = False
+    ) -> None:
         self._job, self._limits = job, limits or plan.Limits()
         self._fleets = {fleet.name: fleet for fleet in fleets}
         if len(self._fleets) < len(fleets):
             raise ProtocolError("fleets that cannot work: two have one name")
+        if adopt and (faults := [fault for fleet in fleets if (fault := fleet.fits())]):
+            raise ProtocolError("fleets that cannot work: " + "; ".join(faults))
         self._state = plan.begin({fleet.name: fleet.sizes for fleet in fleets}, time.monotonic())
-        self._shown = self._state.runs  # what users see: when it has been done
         self._changed = threading.Condition()
         self._resizes: list[plan.Resize] = []
         self._crews: dict[str, Crew] = {}
+        self._todo: deque[plan.Action] = deque()  # each is repeated until Ray has taken it
+        self._kept, self._adopt, self._leave = Kept(job), adopt, False
+        self._sweep_at = 0.0
+        self._keeper = f"{cluster.NAMESPACE}/{job}/{uuid.uuid4().hex}"
+        if adopt:
+            self._take_over()
+        self._shown = self._state.runs  # what users see: when it has been done
         self._dead: frozenset[str] = frozenset()
         self._looked = Looked()
         self._look_at = 0.0
@@ -72,7 +108,7 @@ class Groups:
         with self._changed:
             self._check()
             crew = self._crews.get(group)
-            return crew.handles if crew is not None else []
+            return crew.handles if crew is not None and crew.placed else []
 
     def resize(self, fleet: str, groups: int) -> None:
         """Have so many groups of a fleet: more are started, or the youngest are asked to leave. Returns at once. Raises
@@ -102,12 +138,39 @@ class Groups:
                     said = "; ".join(f"{r.name} is {r.phase}{f' ({r.reason})' if r.reason else ''}" for r in late)
                     raise RefitTimeout(f"not {phase} within {timeout:g} s: {said or 'unknown groups'}",
                                        [r.name for r in late])  # fmt: skip
-                self._changed.wait(left)
+                self._changed.wait(_LOOK if left is None else min(left, _LOOK))
 
-    def close(self) -> None:
-        """End all workers, and wait for the thread (10 s at most). Idempotent. Ask for `resize(fleet, 0)` and wait before, if
-        they are to leave in good order."""
+    def _take_over(self) -> None:
+        """What the driver before left."""
+        sizes = {fleet.name: fleet.sizes for fleet in self._fleets.values()}
+        try:
+            said = self._kept.take()
+            self._keeper = self._kept.keeper
+            for run in again.runs(said, sizes):
+                crew = self._crew(run)
+                if run.phase in again.STARTED and crew.find():
+                    self._crews[run.name] = crew
+        except cluster.SIGHTLESS as error:
+            raise MembershipError(
+                f"the groups of job {self._job} could not be looked for, Ray does not answer: {cluster.words_of(error)}. "
+                "Start this program again when its head is well"
+            ) from error
+        self._state = again.resume(said, sizes, self._crews.keys(), time.monotonic())
+        if said:
+            _log.info("groups.adopted", job=self._job, groups=sorted(self._crews))
+
+    def _crew(self, run: plan.Run) -> Crew:
+        return Crew(self._fleets[run.fleet], run.name, run.attempt, self._keeper, outlives=self._adopt)
+
+    def close(self, leave: bool = False) -> None:
+        """End all workers, and wait for the thread (10 s at most: while Ray is away they are ended when it is back, or by
+        Ray with this process). Idempotent. Ask for `resize(fleet, 0)` and wait before, if they are to leave in good order.
+
+        leave: let them run, for the next `Groups` of the job with adopt. Raises ProtocolError without adopt."""
+        if leave and not self._adopt:
+            raise ProtocolError("without adopt no workers can be left running: give Groups adopt=True")
         with self._changed:
+            self._leave = self._leave or leave
             self._stop = True
             self._changed.notify_all()
         self._thread.join(_END)
@@ -118,58 +181,110 @@ class Groups:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(leave=self._adopt and error is not None)
 
     def _check(self) -> None:
+        # The thread may be in a call to Ray that does not come back: then it is noticed here.
+        if self._error is None and not self._stop and (why := plan.lost(self._state, time.monotonic(), self._limits)):
+            self._lost(why)
         if self._error is not None:
             raise self._error
+
+    def _lost(self, why: str) -> None:
+        self._error = MembershipError(
+            f"the groups of job {self._job} are kept no longer: {why}. Their workers may still run; see that Ray's head is "
+            "well, and start this program again"
+        )
 
     # -- the thread
 
     def _main(self) -> None:
         try:
-            while not self._stop:
-                self._turn()
+            while not self._stop and self._error is None:
+                self._try_turn()
                 with self._changed:
                     if not self._stop:
-                        self._changed.wait(_TURN)
+                        self._changed.wait(max(_TURN, self._state.sight.until - time.monotonic()))
         except BaseException as error:  # noqa: BLE001 - whatever ended it, every call raises it
-            _log.error("groups.ended", job=self._job, error=f"{type(error).__name__}: {error}")
             self._error = error
         finally:
-            self._end_all()
+            if self._error is not None:
+                _log.error("groups.ended", job=self._job, error=f"{type(self._error).__name__}: {self._error}")
             with self._changed:
                 self._changed.notify_all()
+            self._end_all()
 
     def _end_all(self) -> None:
-        for crew in self._crews.values():
-            crew.end()
+        leave = self._adopt and (self._leave or self._error is not None)
+        if ray.is_initialized() and not leave:
+            try:
+                for crew in self._crews.values():
+                    crew.end()
+                if self._adopt:
+                    self._kept.check()
+                    self._kept.drop()
+            except (*cluster.SIGHTLESS, Fenced) as error:  # Ray ends them with this process, or the next Groups does
+                _log.warning("groups.not_ended", job=self._job, why=cluster.words_of(error))
         self._crews.clear()
         if self._client is not None:
             self._client.close()
 
+    def _try_turn(self) -> None:
+        """Look at everything once. A look that fails is no news of anybody."""
+        since = self._state.sight.since
+        try:
+            self._turn()
+        except cluster.SIGHTLESS as error:
+            if not ray.is_initialized():
+                raise
+            why = cluster.words_of(error)
+            self._decide(plan.Missed(why))
+            at = self._state.sight
+            _log.warning("groups.blind", job=self._job, misses=at.misses, why=why,
+                         seconds=round(time.monotonic() - at.since, 1))  # fmt: skip
+            if gone := plan.lost(self._state, time.monotonic(), self._limits):
+                self._lost(gone)
+            return
+        if (seconds := time.monotonic() - since) > _BLIND:
+            _log.warning("groups.sees_again", job=self._job, seconds=round(seconds, 1))
+
     def _turn(self) -> None:
-        """Look at everything once."""
+        self._see_nodes()
+        self._see_others()
+        self._work()
         with self._changed:
             resizes, self._resizes = self._resizes, []
         for resize in resizes:
-            self._step(resize)
-        self._see_nodes()
+            self._decide(resize)
         if time.monotonic() >= self._look_at:
             self._see_supervisor()
             self._look_at = time.monotonic() + _VIEW * (1 if self._client is not None else _RARER)
         for crew in list(self._crews.values()):
-            if crew.place():
+            if crew.place(self._shunned):
                 self._step(plan.Placed(crew.group, crew.attempt))
             self._see_ends(crew)
         self._step(plan.Tick())
 
     def _see_nodes(self) -> None:
         nodes = cluster.nodes()
+        self._step(plan.Seen())
         dead = frozenset(node for node, alive in nodes.items() if not alive)
         if dead != self._dead:
             self._dead = dead
             self._step(plan.NodesGone(dead))
+
+    def _see_others(self) -> None:
+        """Whether another one keeps these groups now; what is left of the one before is ended."""
+        if self._adopt:
+            self._kept.check()
+        if time.monotonic() < self._sweep_at:
+            return
+        if self._adopt:
+            self._kept.sweep({crew.name for crew in self._crews.values()})
+            self._sweep_at = time.monotonic() + _SWEEP
+        else:
+            self._kept.end_others(self._fleets)
+            self._sweep_at = math.inf
 
     def _see_ends(self, crew: Crew) -> None:
         ends = crew.ended()
@@ -181,12 +296,17 @@ class Groups:
         for gone in ends:
             node = cluster.node_of(crew.actors[gone.rank])
             fault = gone.fault if node not in self._dead else f"its node {node} is dead"
+            crew.settled(gone)
             self._step(plan.Ended(crew.group, crew.attempt, gone.rank, fault, node, node in empty, gone.alone))
 
     def _emptied(self) -> set[str]:
         """Nodes that are being emptied, by Ray or by the supervisor."""
         drained = {node for node in cluster.nodes() if cluster.host_of(node) in self._looked.drained}
         return drained | set(cluster.draining())
+
+    def _shunned(self) -> list[str]:
+        """Nodes on which nothing is to be started."""
+        return sorted(self._emptied() - self._dead)
 
     def _see_supervisor(self) -> None:
         """A look at the supervisor, if it is there. Workers go on without it, whatever it has ended by."""
@@ -206,23 +326,33 @@ class Groups:
         self._step(plan.Viewed(looked.whole, looked.asked, looked.grow))
 
     def _step(self, event: plan.Event) -> None:
+        self._decide(event)
+        self._work()
+
+    def _decide(self, event: plan.Event) -> None:
         state, actions = plan.step(self._state, event, time.monotonic(), self._limits)
         for name, run in state.runs.items():
             was = self._state.runs.get(name)
             if was is None or was.phase is not run.phase:
                 _log.info(f"group.{run.phase}", job=self._job, group=name, attempt=run.attempt, reason=run.reason)
         self._state = state
-        for action in actions:
-            self._do(action)
+        self._todo.extend(actions)
+
+    def _work(self) -> None:
+        """Do what is to be done, and then show it. What Ray does not take now comes first in the next turn."""
+        if self._adopt:
+            self._kept.write(again.words(self._state))
+        while self._todo:
+            self._do(self._todo[0])
+            self._todo.popleft()
         with self._changed:
-            self._shown = state.runs
+            self._shown = self._state.runs
             self._changed.notify_all()
 
     def _do(self, action: plan.Action) -> None:
         match action:
             case plan.Start(group, attempt):
-                fleet = self._fleets[self._state.runs[group].fleet]
-                self._crews[group] = Crew(fleet, group, attempt, sorted(self._emptied() - self._dead))
+                self._crews[group] = self._crew(replace(self._state.runs[group], attempt=attempt))
             case plan.End(group, attempt):
                 crew = self._crews.get(group)
                 if crew is not None and crew.attempt == attempt:

@@ -6,6 +6,8 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +23,7 @@ from elastic_reshard.on_ray.keeper import address_key, find
 from elastic_reshard.on_ray.lookout import keep_worker
 from elastic_reshard.protocol import places
 
-__all__ = ["join"]
+__all__ = ["Seat", "join", "seat", "vouch"]
 
 _log = logger("on_ray")
 _LOOK: Final = 1.0  # seconds between looks at where the supervisor is
@@ -53,12 +55,41 @@ def join(
         found.url, name=name, group=group, token=found.token, host=host or cluster.host_of(place.node), runtime=runtime,
         deadline=max(0.1, end - time.monotonic()), **given,
     )  # fmt: skip
-    keep_worker(job, member.id, Worker(place.node, place.actor, place.restarts))
-    follow = threading.Thread(
-        target=_follow, args=(job, runtime, weakref.ref(member)), name=f"elastic-reshard-follow-{job}", daemon=True
-    )
-    follow.start()
+    vouch(job, member.id)
+    there = weakref.ref(member)
+    _start_following(job, runtime, lambda: (member := there()) is not None and member._desk.link is not None)
     return member
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a process without Ray joins by: `er.join(seat.url, token=seat.token, host=seat.host, ...)`. Can be pickled; the
+    token is shown by no repr."""
+
+    url: str
+    host: str
+    token: str = field(repr=False)
+
+
+def seat(job: str = "job", *, runtime: str | os.PathLike[str] | None = None, timeout: float = 30.0) -> Seat:
+    """In an actor whose child process is the member (an engine's loop, say): what that needs, to be handed to it. When it has
+    joined, tell `vouch` its id. While this process lives it writes down where the supervisor is, as `join` does; runtime must
+    be the child's. Blocks `timeout` seconds at most. Raises as `find`."""
+    found = find(job, timeout)
+    _write(job, found.url, runtime)
+    _start_following(job, runtime, lambda: True)
+    return Seat(found.url, cluster.host_of(cluster.here().node), found.token)
+
+
+def vouch(job: str, member: str) -> None:
+    """The end of this actor, or of its node, is also that of this member (its id), which is this process or a child of it."""
+    place = cluster.here()
+    keep_worker(job, member, Worker(place.node, place.actor, place.restarts))
+
+
+def _start_following(job: str, runtime: str | os.PathLike[str] | None, there: Callable[[], bool]) -> None:
+    name = f"elastic-reshard-follow-{job}"
+    threading.Thread(target=_follow, args=(job, runtime, there), name=name, daemon=True).start()
 
 
 def _write(job: str, url: str, runtime: str | os.PathLike[str] | None) -> None:
@@ -72,11 +103,10 @@ def _write(job: str, url: str, runtime: str | os.PathLike[str] | None) -> None:
     places.write_private(path, url)
 
 
-def _follow(job: str, runtime: str | os.PathLike[str] | None, member: weakref.ref[Member]) -> None:
-    """While the member takes part: write down here where the supervisor is, if it has come back elsewhere."""
+def _follow(job: str, runtime: str | os.PathLike[str] | None, there: Callable[[], bool]) -> None:
+    """While somebody takes part here: write down where the supervisor is, if it has come back elsewhere."""
     written = ""
-    while (there := member()) is not None and there._desk.link is not None:
-        del there
+    while there():
         time.sleep(_LOOK)
         try:
             url = str(cluster.told(address_key(job)).get("url", ""))

@@ -3,7 +3,8 @@
 A group's life: PAUSED until its time, WAITING for room, STARTING until it is whole in the supervisor's view, RUNNING; LEAVING
 when it was asked to go; DONE, or GIVEN_UP. A group stands and falls together: when one of its workers dies the others are
 ended and all are started again, after a pause that grows with the deaths that came lately; so many, and it is given up.
-Deaths of nodes, and a supervisor that is away, are nobody's fault: no group is given up for them.
+Deaths of nodes, and a supervisor that is away, are nobody's fault: no group is given up for them. While Ray itself is out of
+sight nothing is decided, and that time is not counted against anybody.
 """
 
 from __future__ import annotations
@@ -24,17 +25,22 @@ __all__ = [
     "Ended",
     "Event",
     "Limits",
+    "Missed",
     "NodesGone",
     "Phase",
     "Placed",
     "Resize",
     "Run",
+    "Seen",
+    "Sight",
     "Size",
     "Start",
     "State",
     "Tick",
     "Viewed",
     "begin",
+    "lost",
+    "more",
     "step",
 ]
 
@@ -53,13 +59,18 @@ class Phase(StrEnum):
 
 _OVER: Final = (Phase.DONE, Phase.GIVEN_UP)
 _WORKING: Final = (Phase.WAITING, Phase.STARTING, Phase.RUNNING, Phase.LEAVING)
+_LAPSE: Final = 5.0  # seconds between two looks from which they are not counted against those who were to come or go
+_AGAIN: Final = 0.2  # seconds before the look after the first that failed; it doubles with each, up to
+_RARELY: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Seconds, except failures. failures: deaths of a group within `window` after which it is given up. pause: before the first
     start after a death; it doubles with each, up to `longest`. start_within: from when a group has room until it must be whole.
-    leave_within: that its members have to leave when it is to go."""
+    leave_within: that its members have to leave when it is to go. blind: that Ray's control service may be out of sight before
+    the groups are kept no longer. Ray itself ends a process that cannot connect to it for
+    RAY_gcs_rpc_server_reconnect_timeout_s (60 s, unless the whole cluster is started with another)."""
 
     failures: int = 5
     window: float = 600.0
@@ -67,9 +78,12 @@ class Limits:
     longest: float = 60.0
     start_within: float = 300.0
     leave_within: float = 30.0
+    blind: float = 120.0
 
     def __post_init__(self) -> None:
-        faults = [f"{n} must be positive" for n in ("failures", "window", "start_within") if getattr(self, n) <= 0]
+        faults = [
+            f"{n} must be positive" for n in ("failures", "window", "start_within", "blind") if getattr(self, n) <= 0
+        ]
         faults += [f"{n} must not be negative" for n in ("pause", "leave_within") if getattr(self, n) < 0]
         if self.longest < self.pause:
             faults.append(f"longest ({self.longest}) must not be less than pause ({self.pause})")
@@ -115,13 +129,28 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Sight:
+    """Of Ray. since: when it was last seen well; looked: when it last answered at all. misses: looks that failed since, why the
+    last one did, and until when there is none."""
+
+    since: float
+    looked: float
+    misses: int = 0
+    why: str = ""
+    until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class State:
-    """All groups by name, which indices were given away, and which grows were heard of."""
+    """All groups by name, which indices were given away, how well Ray is seen, which grows were heard of, and which nodes are
+    dead."""
 
     sizes: Mapping[str, Size]
     runs: Mapping[str, Run]
     indices: Mapping[str, int]
+    sight: Sight
     grows: frozenset[str] = frozenset()
+    dead: frozenset[str] = frozenset()
 
 
 # -- what happens
@@ -129,7 +158,19 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed; all that was to be looked at was seen, and all that was to be done was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Ray answers: a look at it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """A look at Ray failed, or something that it was to do. Nothing is known of this turn."""
+
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +220,7 @@ class Resize:
     groups: int
 
 
-Event = Tick | Placed | Ended | Viewed | NodesGone | Resize
+Event = Tick | Seen | Missed | Placed | Ended | Viewed | NodesGone | Resize
 
 # -- what is to be done
 
@@ -219,9 +260,9 @@ def begin(sizes: Mapping[str, Size], now: float) -> State:
         faults.append(f"fleets {', '.join(growing)}: only one of them can be what grows")
     if faults:
         raise ProtocolError("fleets that cannot work: " + "; ".join(faults))
-    state = State(sizes, {}, {})
+    state = State(sizes, {}, {}, Sight(now, now))
     for name, size in sizes.items():
-        state = _more(state, name, size.groups, now)
+        state = more(state, name, size.groups, now)
     return state
 
 
@@ -238,22 +279,45 @@ def step(state: State, event: Event, now: float, limits: Limits) -> tuple[State,
         case Viewed():
             state = _viewed(state, event, now, actions)
         case NodesGone(nodes):
-            for run in state.runs.values():
-                blamed = tuple(f for f in run.failures if f[1] not in nodes)
-                if blamed != run.failures:
-                    state = _put(state, replace(run, failures=blamed))
+            state = replace(state, dead=nodes)
+            state = _put(state, *(_forgiven(run, nodes, now, limits) for run in state.runs.values()))
         case Resize(fleet, groups):
             state = _resize(state, fleet, groups, now, actions)
         case Tick():
-            pass
+            state = replace(state, sight=Sight(now, now))
+        case Seen():
+            return _seen(state, now), []
+        case Missed(why):
+            at = state.sight
+            pause = min(_RARELY, _AGAIN * 2 ** min(at.misses, 10))
+            return replace(state, sight=replace(at, misses=at.misses + 1, why=why, until=now + pause)), []
     return _time(state, now, limits, actions), actions
+
+
+def lost(state: State, now: float, limits: Limits) -> str:
+    """Why the groups cannot be kept any more: Ray was out of sight for too long; "" while they can."""
+    gone = now - state.sight.since
+    if gone < limits.blind:
+        return ""
+    return f"Ray was out of sight for {gone:.0f} s: {state.sight.why or 'its control service does not answer'}"
+
+
+def _seen(state: State, now: float) -> State:
+    """Whoever was to come or go gets the time back in which nobody could see it."""
+    at = state.sight
+    lapse = now - at.looked
+    state = replace(state, sight=replace(at, looked=now, since=at.since if at.misses else now))
+    if lapse < _LAPSE:
+        return state
+    due = (run for run in state.runs.values() if run.phase in (Phase.STARTING, Phase.LEAVING))
+    return _put(state, *(replace(run, since=min(now, run.since + lapse)) for run in due))
 
 
 def _put(state: State, *runs: Run) -> State:
     return replace(state, runs={**state.runs, **{run.name: run for run in runs}})
 
 
-def _more(state: State, fleet: str, count: int, now: float) -> State:
+def more(state: State, fleet: str, count: int, now: float) -> State:
     """More groups of a fleet. A fleet of one group gives it its own name."""
     size, first = state.sizes[fleet], state.indices.get(fleet, 0)
     alone = size.groups == 1 and not size.grows
@@ -287,7 +351,7 @@ def _ended(state: State, event: Ended, now: float, limits: Limits, actions: list
         run = _gone(run, now, actions) if run.move or len(run.ended) == run.ranks else run
     elif event.drained:
         run = _gone(replace(run, move=True), now, actions)
-    elif event.alone and not run.unwanted:
+    elif (event.alone or (event.fault and event.node in state.dead)) and not run.unwanted:
         actions.append(End(run.name, run.attempt))
         run = replace(run, phase=Phase.PAUSED, since=now, until=now + limits.pause, reason=event.fault)
     elif event.fault:
@@ -308,6 +372,16 @@ def _failed(run: Run, why: str, node: str, now: float, limits: Limits, actions: 
     actions.append(End(run.name, run.attempt))
     until = now + limits.pause_after(len(lately))
     return replace(run, phase=Phase.PAUSED, since=now, until=until, reason=why)
+
+
+def _forgiven(run: Run, dead: frozenset[str], now: float, limits: Limits) -> Run:
+    """Deaths of nodes do not count; a group that was given up when one was not yet known to be that is started again."""
+    failures = tuple(f for f in run.failures if f[1] not in dead)
+    if failures == run.failures:
+        return run
+    if run.phase is Phase.GIVEN_UP and len(failures) < limits.failures:
+        return replace(run, failures=failures, phase=Phase.PAUSED, since=now, until=now + limits.pause)
+    return replace(run, failures=failures)
 
 
 def _gone(run: Run, now: float, actions: list[Action]) -> Run:
@@ -338,7 +412,7 @@ def _viewed(state: State, event: Viewed, now: float, actions: list[Action]) -> S
     if event.grow is not None and fleet is not None and event.grow[0] not in state.grows:
         name, groups, members = event.grow
         state = replace(state, grows=state.grows | {name})
-        state = _more(state, fleet, groups or -(-members // state.sizes[fleet].ranks), now)
+        state = more(state, fleet, groups or -(-members // state.sizes[fleet].ranks), now)
     return state
 
 
@@ -346,7 +420,7 @@ def _resize(state: State, fleet: str, groups: int, now: float, actions: list[Act
     """More groups, or the youngest go: those first that do not run yet."""
     there = [r for r in state.runs.values() if r.fleet == fleet and r.phase not in _OVER and not _going(r)]
     if groups > len(there):
-        return _more(state, fleet, groups - len(there), now)
+        return more(state, fleet, groups - len(there), now)
     running = (Phase.STARTING, Phase.RUNNING)
     for run in _youngest(there)[: len(there) - groups]:
         if run.phase in running or run.phase is Phase.LEAVING:

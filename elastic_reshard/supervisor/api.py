@@ -111,6 +111,7 @@ def _bodies(routes: APIRouter, shell: Shell) -> None:
     async def put_fragment(fragment: str, request: Request) -> Response:
         """Keep a fragment's body; its id is the xxh3_128 of the body's canonical JSON. Idempotent."""
         raw = await request.body()
+        shell.body_comes(fragment)
         await asyncio.to_thread(_keep, shell, fragment, raw)
         shell.body_came(fragment)
         return Response(status_code=204)

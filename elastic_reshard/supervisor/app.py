@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from elastic_reshard.errors import Fenced, ProtocolError
 from elastic_reshard.protocol.hooks import hook
@@ -32,6 +32,7 @@ from elastic_reshard.supervisor.feeds import Deflated, Feed
 from elastic_reshard.supervisor.journal import Journal
 from elastic_reshard.supervisor.layouts import Layouts
 from elastic_reshard.supervisor.metrics import Metrics
+from elastic_reshard.supervisor.needed import needed
 from elastic_reshard.supervisor.noticing import noticed
 from elastic_reshard.supervisor.pace import Pace
 from elastic_reshard.supervisor.record import Record
@@ -40,6 +41,7 @@ from elastic_reshard.supervisor.settings import settings_of
 
 __all__ = ["Shell"]
 
+_PRUNE: Final = 60.0  # seconds between looks for layouts that nobody needs
 _Waiting = tuple[Event, asyncio.Future[None] | None, Request | None]
 
 
@@ -64,6 +66,7 @@ class Shell:
         self._text: tuple[int, int, str] = (0, 0, "")
         self.told_text = Deflated(self.view_text)
         self._layouts = Layouts(journal)
+        self._prune_at = time.monotonic() + _PRUNE
         self._examining: dict[str, Examine] = {}
         self._awaiting: dict[Examine | Match, set[str]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -162,6 +165,22 @@ class Shell:
         while True:
             await asyncio.sleep(self._pace.idle)
             self.submit(Tick())
+            if time.monotonic() >= self._prune_at:
+                self._prune()
+
+    def _prune(self) -> None:
+        """Forget layouts that nobody needs any more. While a journal is being recovered that is not known."""
+        now = time.monotonic()
+        self._prune_at = now + _PRUNE
+        if self.ended or self.job.recover_from:
+            return
+        try:
+            gone = self._layouts.prune(needed(self.job), now)
+        except (Fenced, ProtocolError) as error:
+            self.stop(error)
+            return
+        if gone:
+            self.record.add("layouts.forgotten", {"bodies": gone})
 
     # -- one step
 
@@ -323,8 +342,13 @@ class Shell:
 
     # -- layouts
 
+    def body_comes(self, key: str) -> None:
+        """A fragment is going to be written: it is not to be forgotten, if it is there already."""
+        self._layouts.touch(key)
+
     def body_came(self, key: str) -> None:
         """A fragment or layout is in the journal: ask again what waited for it."""
+        self._layouts.touch(key)
         for question in [q for q, missing in self._awaiting.items() if key in missing]:
             self._awaiting[question].discard(key)
             if not self._awaiting[question]:

@@ -16,7 +16,17 @@ from elastic_reshard.protocol.deadlines import Deadlines, Policies
 from elastic_reshard.protocol.docs import GroupDoc, GroupState, MemberState, PublicationState
 from elastic_reshard.protocol.messages import Hello
 from elastic_reshard.protocol.view import Told
-from elastic_reshard.supervisor import admission, drains, holdings, installing, membership, publishing, rest, transfers
+from elastic_reshard.supervisor import (
+    admission,
+    drains,
+    holdings,
+    installing,
+    membership,
+    needed,
+    publishing,
+    rest,
+    transfers,
+)
 from elastic_reshard.supervisor.events import (
     Abandon,
     Beaten,
@@ -135,6 +145,7 @@ def step(job: Job, events: Sequence[Event], now: float, covers: Covers) -> tuple
         membership.tick(draft)
         if not rest.at_rest(draft, events):
             draft.settled = now if _settle(draft) and rest.rests(draft) else None
+    needed.prune(draft)
     return draft.done()
 
 

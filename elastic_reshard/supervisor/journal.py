@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,7 +209,7 @@ class Journal:
             for one in requests:
                 _put_request(sql, one)
 
-    # -- bodies, by content id: the same from whoever writes them, so no term is checked
+    # -- bodies, by content id: the same from whoever writes them, so no term is checked when they are put
 
     def put_fragment(self, key: str, body: bytes) -> None:
         """Keep a fragment's body."""
@@ -226,6 +226,21 @@ class Journal:
     def layout(self, key: str) -> bytes | None:
         """A layout's body; None if it is not known."""
         return self._get("layouts", key)
+
+    def bodies(self) -> set[str]:
+        """Ids of all fragments and layouts that are kept."""
+        with self._reading() as sql:
+            return {row[0] for row in sql.execute("SELECT id FROM fragments UNION SELECT id FROM layouts")}
+
+    def drop_bodies(self, keys: Iterable[str]) -> None:
+        """Keep these fragments and layouts no longer. Fenced if another supervisor has begun on this journal since."""
+        rows = [(key,) for key in keys]
+        with self._writing() as sql:
+            was = sql.execute("SELECT term FROM meta").fetchone()[0]
+            if was != self.term:
+                raise self._fenced(was)
+            for table in ("fragments", "layouts"):
+                sql.executemany(f"DELETE FROM {table} WHERE id = ?", rows)
 
     def _put(self, table: str, key: str, body: bytes) -> None:
         with self._writing() as sql:

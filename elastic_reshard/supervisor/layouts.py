@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,7 @@ from elastic_reshard.layout.side import Side
 from elastic_reshard.supervisor.events import Examine, Examined, Match, Matched
 from elastic_reshard.supervisor.examine import covers, examine, fault_between
 from elastic_reshard.supervisor.journal import Journal
+from elastic_reshard.supervisor.needed import KEEP, idle
 
 __all__ = ["Layouts"]
 
@@ -22,11 +24,17 @@ class Layouts:
         self._journal = journal
         self._sides: dict[str, Side] = {}
         self._covers: dict[tuple[str, frozenset[int]], bool] = {}
+        self._since: dict[str, float] = {}  # since when it is needed by nobody
+        self._working = 0
         self._thread = ThreadPoolExecutor(1, "elastic-reshard-layouts")
 
     async def in_thread(self, work: Callable[[Any], Any], asked: Examine | Match) -> Any:
         """Run one of the two methods below beside the loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, asked)
+        self._working += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, asked)
+        finally:
+            self._working -= 1
 
     def examine(self, asked: Examine) -> Examined | set[str]:
         """Join a group's fragments and keep the layouts they make."""
@@ -63,6 +71,22 @@ class Layouts:
                 self._covers.clear()
             self._covers[key] = covers(side.model, ranks)
         return self._covers[key]
+
+    def touch(self, key: str) -> None:
+        """A fragment or layout is being handed in or made: somebody will need it in a moment."""
+        self._since[key] = time.monotonic()
+
+    def prune(self, wanted: Collection[str], now: float) -> int:
+        """Forget bodies that have not been needed for `KEEP`; how many. wanted: who is needed now. On the loop's thread; does
+        nothing while the other one is at work. Raises Fenced, ProtocolError as the journal."""
+        if self._working:
+            return 0
+        self._since, gone = idle(self._since, self._journal.bodies() | self._sides.keys(), wanted, now, KEEP)
+        if gone:
+            self._journal.drop_bodies(gone)
+            self._sides = {key: side for key, side in self._sides.items() if key not in gone}
+            self._covers = {key: held for key, held in self._covers.items() if key[0] not in gone}
+        return len(gone)
 
     def close(self) -> None:
         """Wait for the thread's last work (a second for the largest models)."""

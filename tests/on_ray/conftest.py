@@ -11,13 +11,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
+from elastic_reshard.protocol.deadlines import Deadlines
+from elastic_reshard.watchdog.runtime import running
 from tests.leaks import Traces, left_behind, traces
 
+if TYPE_CHECKING:
+    from elastic_reshard.on_ray import Groups, Phase, Run
+
 T = TypeVar("T")
+QUICK = Deadlines(orphan_hold=4.0)
 ROOT = Path(__file__).parents[2]
 VARIABLE = "ELASTIC_RESHARD_RUNTIME"
 _QUIET = {
@@ -64,6 +70,29 @@ class RayNodes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def freeze(self) -> None:
+        """Ray's control service does not answer any more."""
+        os.kill(self._control(), signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """It answers again."""
+        os.kill(self._control(), signal.SIGCONT)
+
+    def kill_control(self) -> None:
+        """It dies. Only with DURABLE = True in the module it can be started again, with all that it knew."""
+        self._head.kill_gcs_server()
+
+    def start_control(self) -> None:
+        """It is back, at the same address."""
+        self._head.start_gcs_server()
+
+    @property
+    def _head(self) -> Any:
+        return self.cluster.head_node
+
+    def _control(self) -> int:
+        return int(self._head.all_processes["gcs_server"][0].process.pid)
+
     def drain(self, name: str, seconds: float) -> None:
         """The notice of a preemption, as a cloud's autoscaler gives it to Ray."""
         import ray
@@ -77,13 +106,17 @@ class RayNodes:
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[RayNodes]:
-    """A head of 2 CPUs on which only the driver is at home, and nodes "one" and "two"; nothing is left of it at the end."""
+def nodes(request: pytest.FixtureRequest) -> Iterator[RayNodes]:
+    """A head of 2 CPUs on which only the driver is at home, and nodes "one" and "two"; nothing is left of it at the end.
+
+    DURABLE = True in the module: Ray's control service keeps what it knows on the disk."""
     before = traces()
     folder = tempfile.mkdtemp(prefix="er")
     temporary = Path(folder) / "ray"  # where Ray looks for a cluster, too
     temporary.mkdir()
     environ = {**_QUIET, "RAY_TMPDIR": folder}
+    if getattr(request.module, "DURABLE", False):
+        environ |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": f"{folder}/control"}
     kept = {name: os.environ.get(name) for name in environ}
     os.environ.update(environ)
     import ray
@@ -189,3 +222,36 @@ def until(condition: Callable[[], T | None], what: str, limit: float = 30.0) -> 
             return found
         assert time.monotonic() < deadline, f"not within {limit} s: {what}"
         time.sleep(0.05)
+
+
+def wait_for(groups: Groups, name: str, phase: Phase, attempt: int, limit: float = 120.0) -> Run:
+    """A group's n-th attempt has come to a phase."""
+
+    def there() -> Run | None:
+        run = groups.status().get(name)
+        return run if run is not None and run.phase is phase and run.attempt >= attempt else None
+
+    try:
+        return until(there, f"attempt {attempt} of {name} is {phase}", limit)
+    except AssertionError as late:
+        raise AssertionError(f"{late}; {groups.status()}") from None
+
+
+def call(groups: Groups, name: str, method: str, *args: Any) -> Any:
+    """Ask rank 0 of a group."""
+    import ray
+
+    return ray.get(getattr(groups.workers(name)[0], method).remote(*args), timeout=60)
+
+
+def machine_dies(job: str, host: str, runtime: Path) -> None:
+    """What a raylet's end leaves alive on this machine goes as well: the host's watchdog, and its movers."""
+    record = running(job, host, runtime)
+    assert record is not None
+    for pid in [record.pid, *(hand.pid for hand in record.movers.values())]:
+        os.kill(pid, signal.SIGKILL)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there."""
+    return Path(f"/proc/{pid}").exists()

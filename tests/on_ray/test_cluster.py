@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import elastic_reshard as er
 from elastic_reshard import on_ray
 from elastic_reshard.errors import Fenced, MembershipError
-from elastic_reshard.on_ray import Fleet, Groups, Limits, Phase, Run
+from elastic_reshard.on_ray import Fleet, Groups, Limits, Phase
 from elastic_reshard.on_ray.cluster import host_of
 from elastic_reshard.supervisor.server import Options
-from elastic_reshard.watchdog.runtime import running
-from tests.on_ray.conftest import RayNodes, until
-from tests.on_ray.workers import Engine, Stillborn, Trainer
-
-QUICK = er.Deadlines(orphan_hold=4.0)
+from tests.on_ray.conftest import QUICK, RayNodes, call, machine_dies, until, wait_for
+from tests.on_ray.workers import Engine, Parent, Stillborn, Trainer
 
 
 def actor(kind: type, group: str, where: str, runtime: Path, job: str, **more: Any) -> Any:
@@ -31,32 +26,6 @@ def actor(kind: type, group: str, where: str, runtime: Path, job: str, **more: A
     made = made.remote(er.Group(group, 1, 0), job, str(runtime))
     made.run.remote()
     return made
-
-
-def wait_for(groups: Groups, name: str, phase: Phase, attempt: int, limit: float = 60.0) -> Run:
-    """A group's n-th attempt has come to a phase."""
-
-    def there() -> Run | None:
-        run = groups.status().get(name)
-        return run if run is not None and run.phase is phase and run.attempt >= attempt else None
-
-    try:
-        return until(there, f"attempt {attempt} of {name} is {phase}", limit)
-    except AssertionError as late:
-        raise AssertionError(f"{late}; {groups.status()}") from None
-
-
-def call(groups: Groups, name: str, method: str, *args: Any) -> Any:
-    """Ask rank 0 of a group."""
-    return ray.get(getattr(groups.workers(name)[0], method).remote(*args), timeout=60)
-
-
-def machine_dies(job: str, host: str, runtime: Path) -> None:
-    """What a raylet's end leaves alive on this machine goes as well: the host's watchdog, and its movers."""
-    record = running(job, host, runtime)
-    assert record is not None
-    for pid in [record.pid, *(hand.pid for hand in record.movers.values())]:
-        os.kill(pid, signal.SIGKILL)
 
 
 def test_what_dies_at_every_start_is_given_up(nodes: RayNodes, runtime: Path) -> None:
@@ -186,3 +155,20 @@ def test_groups_live_through_nodes_that_come_and_go(nodes: RayNodes, runtime: Pa
             groups.resize(fleet, 0)
         groups.wait(timeout=60)
     on_ray.close("fleet")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_child_of_an_actor_is_a_member_and_ends_with_its_node(nodes: RayNodes, runtime: Path) -> None:
+    on_ray.start("family", runtime=runtime, deadlines=er.Deadlines(evict=60.0, reregister=70.0, orphan_hold=4.0))
+    node = nodes.add("home")
+    parent: Any = ray.remote(Parent).options(num_cpus=1, resources={"home": 1}).remote("family", str(runtime))
+    member, host = ray.get(parent.start.remote(), timeout=60)
+    assert host == host_of(node)
+    with on_ray.client("family") as client:
+        assert client.members()[member].host == host
+        nodes.remove("home")
+        machine_dies("family", host, runtime)
+        until(lambda: member not in client.members() or client.members()[member].state != "live",
+              "Ray's word of the node is taken, long before its host would be given up", 30)  # fmt: skip
+    on_ray.close("family")

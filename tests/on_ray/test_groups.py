@@ -23,6 +23,7 @@ def test_workers_outlive_whatever_ended_the_supervisor(
     monkeypatch.setattr(groups, "client_of", ended)
     # Not a node, actor or supervisor is there: only what is made of an answer that is an error.
     monkeypatch.setattr("elastic_reshard.on_ray.cluster.nodes", dict)
+    monkeypatch.setattr("elastic_reshard.on_ray.cluster.told", lambda key: {})
     with Groups("job", []) as made:
         with made._changed:
             assert made._changed.wait_for(lambda: bool(asked) or made._error is not None, timeout=10)

@@ -18,11 +18,13 @@ from elastic_reshard.on_ray.plan import (
     Ended,
     Event,
     Limits,
+    Missed,
     NodesGone,
     Phase,
     Placed,
     Resize,
     Run,
+    Seen,
     Size,
     Start,
     Tick,
@@ -134,6 +136,24 @@ def test_deaths_of_nodes_are_nobodys_fault() -> None:
     assert world.run("trainer").failures == ()
 
 
+def test_a_node_known_to_be_dead_is_blamed_at_once_and_one_known_later_is_then() -> None:
+    world = World(Limits(failures=1, pause=1.0), trainer=Size(2, 1))
+    world.whole("trainer")
+    world.tell(NodesGone(frozenset({"n"})))
+    assert world.dies("trainer", fault="its node n is dead") == [End("trainer", 1)]
+    assert world.run("trainer").failures == ()
+    assert world.tell(Tick(), 1.0) == [Start("trainer", 2)]
+    world.tell(Placed("trainer", 2))
+    assert world.dies("trainer", node="m") == [End("trainer", 2)]
+    assert world.run("trainer").phase is Phase.GIVEN_UP
+    world.tell(NodesGone(frozenset({"n", "o"})))
+    assert world.run("trainer").phase is Phase.GIVEN_UP, "another one"
+    world.tell(NodesGone(frozenset({"n", "m"})))
+    assert world.run("trainer").phase is Phase.PAUSED
+    assert world.tell(Tick(), 1.0) == [Start("trainer", 3)]
+    assert world.dies("trainer", fault="", node="n") == []
+
+
 def test_who_is_not_whole_in_time_has_failed() -> None:
     world = World(trainer=Size(2, 1))
     world.tell(Tick())
@@ -226,6 +246,58 @@ def test_a_group_that_does_not_go_when_asked_is_ended() -> None:
     assert world.run("engine").phase is Phase.DONE
 
 
+def test_while_ray_is_out_of_sight_nothing_is_decided_and_looks_grow_rare() -> None:
+    world = World(trainer=Size(2, 1), engine=Size(1, 1))
+    world.whole("engine")
+    world.tell(Placed("trainer", 1))
+    pauses = []
+    for _ in range(8):
+        assert world.tell(Missed("it is away"), 10.0) == [], "trainer's time is over, but nobody could have seen it"
+        pauses.append(round(world.state.sight.until - world.now, 3))
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0]
+    assert world.tell(Seen()) == []
+    assert world.tell(Tick(), LIMITS.start_within - 0.1) == [], "it gets back what was lost to it"
+    assert world.tell(Tick(), 0.2) == [End("trainer", 1)]
+    assert world.run("engine").phase is Phase.RUNNING
+
+
+def test_a_look_that_takes_long_is_not_counted_against_those_who_come_or_go() -> None:
+    world = World(trainer=Size(2, 1), engine=Size(1, 1))
+    world.whole("engine")
+    world.sees({"engine": True})
+    world.tell(Placed("trainer", 1))
+    world.now += 1000.0
+    assert world.tell(Seen()) == []
+    assert world.tell(Tick()) == []
+    assert world.run("trainer").phase is Phase.STARTING
+    assert world.run("engine").phase is Phase.LEAVING
+    assert world.tell(Tick(), LIMITS.start_within) == [End("trainer", 1)]
+    assert world.tell(Tick(), LIMITS.leave_within) == [Start("trainer", 2), End("engine", 1)]
+
+
+def test_who_sees_nothing_for_too_long_gives_up() -> None:
+    world = World(Limits(blind=30.0), trainer=Size(1, 1))
+    world.whole("trainer")
+
+    def lost() -> str:
+        return plan.lost(world.state, world.now, world.limits)
+
+    world.tell(Missed("no route"), 29.9)
+    assert lost() == ""
+    world.tell(Seen(), 0.05)
+    assert lost() == "", "it answers"
+    world.tell(Missed("no room to be had"), 0.1)
+    assert "out of sight for 30 s: no room to be had" in lost(), "but not to all that it was asked"
+    world.tell(Tick())
+    assert lost() == ""
+    world.now += 29.9
+    assert lost() == ""
+    world.now += 0.2
+    assert "its control service does not answer" in lost(), "not even with an error"
+    world.tell(Seen())
+    assert lost() == ""
+
+
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
@@ -247,6 +319,8 @@ def test_limits_that_cannot_work() -> None:
 _group = st.sampled_from(["trainer", "engine-0", "engine-1"])
 _event = st.one_of(
     st.just(Tick()),
+    st.just(Seen()),
+    st.just(Missed("away")),
     st.builds(Placed, _group, st.integers(1, 3)),
     st.builds(Ended, _group, st.integers(1, 3), st.integers(0, 1), st.sampled_from(["", "died"]), st.just("n"), st.booleans()),
     st.builds(Viewed, st.frozensets(_group), st.dictionaries(_group, st.booleans(), max_size=2),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -42,14 +45,14 @@ class Worker:
         self.base = whole.chunk(self.group.size, self.cut)[self.group.rank]
         self.member = on_ray.join(
             self.job, name=f"{self.group.name}-{self.group.rank}", role=self.role, group=self.group,
-            tensors=self.weights, layout=side, deadline=60.0,
+            tensors=self.weights, layout=side, deadline=120.0,
         )  # fmt: skip
         self.joined.set()
         return self.member.id
 
     @property
     def m(self) -> Member:
-        assert self.joined.wait(60.0), "it has not joined"
+        assert self.joined.wait(120.0), "it has not joined"
         assert self.member is not None
         return self.member
 
@@ -113,3 +116,59 @@ class Stillborn:
 
     def run(self) -> None:
         """Never comes to it."""
+
+
+class Sleeper:
+    """Joins nothing, and never ends by itself."""
+
+    def __init__(self, group: er.Group) -> None:
+        self.rank = group.rank
+        self.over = threading.Event()
+
+    async def run(self) -> None:
+        """For as long as it is let."""
+        import asyncio
+
+        await asyncio.Event().wait()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class Napper:
+    """Joins nothing, never ends by itself, and may outlive its driver."""
+
+    def __init__(self, group: er.Group) -> None:
+        self.group = group
+
+    def run(self) -> None:
+        """For as long as it is let."""
+        threading.Event().wait()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Parent:
+    """An actor whose child process is the member."""
+
+    def __init__(self, job: str, runtime: str) -> None:
+        self.job, self.runtime = job, runtime
+
+    def start(self) -> list[str]:
+        """Its member's id, and the host label that it was given."""
+        from elastic_reshard import on_ray
+
+        seat = on_ray.seat(self.job, runtime=self.runtime)
+        assert seat.token not in repr(seat)
+        said = {"url": seat.url, "host": seat.host, "token": seat.token, "runtime": self.runtime}
+        environ = {**os.environ, "ELASTIC_RESHARD_RUNTIME": self.runtime}
+        command = [sys.executable, "-m", "tests.on_ray.child"]
+        self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.child.stdin.write(json.dumps(said) + "\n")
+        self.child.stdin.flush()
+        member = self.child.stdout.readline().strip()
+        on_ray.vouch(self.job, member)
+        return [member, seat.host]

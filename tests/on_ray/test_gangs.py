@@ -1,0 +1,107 @@
+"""On a real cluster: groups of two ranks, which stand and fall together."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from elastic_reshard import on_ray
+from elastic_reshard.on_ray import Fleet, Groups, Limits, Phase
+from elastic_reshard.on_ray.cluster import host_of
+from tests.on_ray.conftest import QUICK, RayNodes, lives, machine_dies, until, wait_for
+from tests.on_ray.workers import Engine, Trainer
+
+pytestmark = pytest.mark.long
+MANY = {"max_concurrency": 4}
+
+
+def each(groups: Groups, name: str, method: str, *args: Any) -> list[Any]:
+    """Ask all ranks of a group at once."""
+    return list(ray.get([getattr(worker, method).remote(*args) for worker in groups.workers(name)], timeout=90))
+
+
+@pytest.mark.timeout(300)
+def test_one_of_two_ranks_is_killed_and_both_start_again(nodes: RayNodes, runtime: Path) -> None:
+    on_ray.start("gang", runtime=runtime, deadlines=QUICK, cell=256)
+    given = {"job": "gang", "runtime": str(runtime)}
+    fleets = [
+        Fleet("trainer", Trainer, size=2, each={"CPU": 0.5, "one": 1}, arguments=given, options=MANY),
+        Fleet("engine", Engine, size=2, each={"CPU": 0.5, "two": 1}, arguments=given, options=MANY),
+    ]
+    with Groups("gang", fleets, Limits(pause=0.1)) as groups:
+        for name in ("trainer", "engine"):
+            wait_for(groups, name, Phase.RUNNING, 1)
+        each(groups, "trainer", "publish", 1)
+        assert [found[:2] for found in each(groups, "engine", "serves", 1)] == [[1, [1.0]]] * 2
+
+        pids = each(groups, "trainer", "pid")
+        each(groups, "trainer", "publish", 2)
+        os.kill(pids[1], signal.SIGKILL)
+        versions = each(groups, "engine", "serves", 2)
+        assert [found[:2] for found in versions] == [[2, [2.0]]] * 2, "published is published"
+        wait_for(groups, "trainer", Phase.RUNNING, 2)
+        until(lambda: not lives(pids[0]), "rank 0 was ended with rank 1")
+        again = each(groups, "trainer", "pid")
+        assert not set(again) & set(pids)
+        each(groups, "trainer", "publish", 3)
+        newer = each(groups, "engine", "serves", 3)
+        assert [found[:2] for found in newer] == [[3, [3.0]]] * 2
+        assert newer[0][2] > versions[0][2]
+
+        # The same of those who receive: the version is there for them who come in their place.
+        pids = each(groups, "engine", "pid")
+        os.kill(pids[1], signal.SIGKILL)
+        wait_for(groups, "engine", Phase.RUNNING, 2)
+        assert [found[:2] for found in each(groups, "engine", "serves", 3)] == [[3, [3.0]]] * 2
+        until(lambda: not lives(pids[0]), "rank 0 was ended with rank 1")
+        runs = groups.status()
+        assert {name: (run.attempt, len(run.failures)) for name, run in runs.items()} == {
+            "trainer": (2, 1),
+            "engine": (2, 1),
+        }
+    on_ray.close("gang")
+
+
+@pytest.mark.timeout(300)
+def test_one_of_two_nodes_of_a_gang_is_lost(nodes: RayNodes, runtime: Path) -> None:
+    on_ray.start("wide", runtime=runtime, deadlines=QUICK, cell=256)
+    given = {"job": "wide", "runtime": str(runtime)}
+    places = {nodes.add(name, wide=1): name for name in ("north", "south")}
+    fleets = [
+        Fleet("trainer", Trainer, each={"CPU": 1, "one": 1}, arguments=given, options=MANY),
+        Fleet(
+            "engine",
+            Engine,
+            size=2,
+            each={"CPU": 1, "wide": 1},
+            strategy="STRICT_SPREAD",
+            arguments=given,
+            options=MANY,
+        ),
+    ]
+    with Groups("wide", fleets, Limits(failures=1, pause=0.1)) as groups:
+        for name in ("trainer", "engine"):
+            wait_for(groups, name, Phase.RUNNING, 1)
+        each(groups, "trainer", "publish", 1)
+        assert [found[:2] for found in each(groups, "engine", "serves", 1)] == [[1, [1.0]]] * 2
+        at, pids = each(groups, "engine", "node"), each(groups, "engine", "pid")
+        assert set(at) == set(places)
+
+        each(groups, "trainer", "publish", 2)
+        nodes.remove(places[at[1]])
+        machine_dies("wide", host_of(at[1]), runtime)
+        wait_for(groups, "engine", Phase.WAITING, 2)
+        until(lambda: not lives(pids[0]), "the rank on the other node was ended too")
+        new = nodes.add("west", wide=1)
+        run = wait_for(groups, "engine", Phase.RUNNING, 2)
+        assert run.failures == (), "of two ranks' ends one was the node's and one was ours: nobody's fault"
+        assert set(each(groups, "engine", "node")) == {at[0], new}
+        assert [found[:2] for found in each(groups, "engine", "serves", 2)] == [[2, [2.0]]] * 2
+        each(groups, "trainer", "publish", 3)
+        assert [found[:2] for found in each(groups, "engine", "serves", 3)] == [[3, [3.0]]] * 2
+    on_ray.close("wide")
