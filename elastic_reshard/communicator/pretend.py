@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -25,13 +27,22 @@ from elastic_reshard.communicator.store import ControlStore
 from elastic_reshard.errors import ProtocolError, TransferError
 from elastic_reshard.transport.network import Evidence, Network
 
-__all__ = ["PretendBackend"]
+__all__ = ["Launch", "PretendBackend"]
 
 _ALL: Final = Capabilities(can_shrink=True, can_grow=True)
+_REMEMBERED: Final = 4096
+
+
+class Launch(NamedTuple):
+    """A group. at: when it was launched (time.monotonic); peers: ranks that its kernel waits for."""
+
+    at: float
+    peers: frozenset[int]
 
 
 class PretendBackend:
     """base.Backend over one pretend device. faults: of its native calls. tells: errors of peers are told, unlike NCCL's.
+    launched: the last groups, oldest first.
 
     Communicators formed by it may be of processes of one machine only."""
 
@@ -49,6 +60,7 @@ class PretendBackend:
         if device.kind != "pretend":
             raise ProtocolError(f"{device.id} is no pretend device; use the backend of its kind")
         self.device, self.capabilities, self.config, self.tells = device, capabilities, config, tells
+        self.launched: deque[Launch] = deque(maxlen=_REMEMBERED)
         self._inner = FakeBackend(faults, capabilities, config)
 
     def form(self, store: ControlStore, rank: int, size: int, deadline: float, evidence: Evidence) -> Communicator:
@@ -66,15 +78,15 @@ class PretendBackend:
         return self._communicator(inner, evidence).greeted(deadline, store)
 
     def _communicator(self, inner: FakeCommunicator, evidence: Evidence) -> GroupedCommunicator:
-        native = _Native(inner, self.config, self.tells)
+        native = _Native(inner, self.config, self.tells, self.launched)
         return GroupedCommunicator(native, inner.name, inner.rank, inner.size, self.device, evidence, self.capabilities)
 
 
 class _Native:
     """grouped.Native on a fake communicator's messages."""
 
-    def __init__(self, inner: FakeCommunicator, config: str, tells: bool) -> None:
-        self.config, self.aborted = config, False
+    def __init__(self, inner: FakeCommunicator, config: str, tells: bool, launched: deque[Launch]) -> None:
+        self.config, self.aborted, self.launched = config, False, launched
         self.error: TransferError | None = None
         self._inner, self._tells = inner, tells
 
@@ -83,6 +95,7 @@ class _Native:
     ) -> None:
         if not isinstance(stream, PretendStream):
             raise TransferError(f"{stream!r} is no pretend stream; launch on the network's own")
+        self.launched.append(Launch(time.monotonic(), frozenset(peer for peer, _ in (*sends, *receives))))
         stream.submit(_Group(self, self._inner.network, sends, receives).step)
 
     def settled(self) -> bool:
@@ -113,7 +126,7 @@ class _Native:
     def _made(self, child: Communicator) -> _Native:
         if not isinstance(child, FakeCommunicator):
             raise TransferError(f"communicator {child.name} is no fake one")
-        return _Native(child, self.config, self._tells)
+        return _Native(child, self.config, self._tells, self.launched)
 
 
 class _Group:

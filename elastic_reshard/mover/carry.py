@@ -25,6 +25,7 @@ from elastic_reshard.mover.fast import Lane
 from elastic_reshard.mover.gate import Gate
 from elastic_reshard.mover.part import Carried, Origin, Page, Part
 from elastic_reshard.mover.staging import Staging
+from elastic_reshard.mover.starts import Line, Starts
 from elastic_reshard.protocol.docs import TransferDoc
 from elastic_reshard.protocol.window import Turn
 from elastic_reshard.transport import Network, PeerViews, Program, SlotViews, StagingPlan, Views, bind, run
@@ -121,10 +122,10 @@ class _Watch:
     def __init__(
         self, bound: Bound, origins: Mapping[int, Origin], landing: LandingSlot | None, gate: Gate, page: Page,
         carried: Carried, begins: Callable[[], None], full: bool, salt: int, hosts: Sequence[str], turn: Turn | None,
-        ahead: bool,
+        ahead: bool, starts: Starts | None,
     ) -> None:  # fmt: skip
         self.full, self.salt, self._hosts = full, salt, hosts
-        self._turn, self.ahead = turn, ahead
+        self._turn, self.ahead, self._starts = turn, ahead, starts
         self._flying: set[int] = set()  # rounds that were begun and have not landed
         self._shut = False  # it has said that it waits for its member's window
         self._begins = begins
@@ -143,15 +144,28 @@ class _Watch:
 
     def may_begin(self, number: int) -> bool:
         self.waiting(None, -1)
-        may = self._gate.may_begin(number, self._enter)
+        if self._starts is not None:
+            r = self._bound.program.rounds[number]
+            may = self._starts.begin(number, sorted({m.peer for m in (*r.sends, *r.receives)}), round_=number)
+        else:
+            may = self._gate.may_begin(number, self._enter)
+        self._entered(number, may)
+        self._show()
+        if may:
+            self._begins()
+        return may
+
+    def may_copy(self, number: int) -> bool:
+        may = self._turn is None or self._gate.may_copy(number, self._enter)
+        self._entered(number, may)
+        return may
+
+    def _entered(self, number: int, may: bool) -> None:
         if self._shut:
             self._shut = False
             self._page.waiting(None)
-        self._show()
         if may:
             self._flying.add(number)
-            self._begins()
-        return may
 
     def _enter(self) -> bool:
         """Whether the member's window, if it counts, lets a round begin. Until it does, this mover waits for its own member."""
@@ -160,7 +174,7 @@ class _Watch:
             return True
         if not self._shut:
             self._shut = True
-            self._page.waiting(self._part.position)
+            self._page.waiting(self._part.position, window=True)
         return False
 
     def changed(self) -> list[str]:
@@ -200,6 +214,20 @@ class _Watch:
         )
 
 
+def _shown(part: Part, page: Page) -> Callable[[int | None, bool, bool], None]:
+    """Words about whom a start waits for, as those of a page."""
+
+    def show(rank: int | None, own: bool, window: bool) -> None:
+        if own:
+            page.waiting(part.position, window=True)
+        elif rank is None:
+            page.waiting(None)
+        else:
+            page.waiting(part.present[rank], window=window)
+
+    return show
+
+
 def _rewritten(members: Sequence[str], when: str) -> TransferError:
     return TransferError(f"the slots of {', '.join(members)} were rewritten {when}; what was read since is not taken. "
                          "Publish again")  # fmt: skip
@@ -236,20 +264,23 @@ def carry(
     begins: Callable[[], None] = lambda: None,
     turn: Turn | None = None,
     fast: Callable[[Lane], None] | None = None,
+    line: Line | None = None,
 ) -> None:
     """Run a part, up to the gate's end; `carried` has what was moved, also when it raises. Collective over the members
     present; blocks, until `deadline` (time.monotonic) at most, in network operations as long as those do.
 
     broke: called with the error first, to close the network. begins: called when a round was begun. turn: with the member, if
     its window counts in this transfer; whoever calls leaves it when everything has been let go of. fast: moves what M2N moves,
-    before the rounds. network: None when this member is alone. Raises PeerLost or TransferTimeout (their `members` are ranks),
-    DigestMismatch, TransferError for slots that were rewritten.
+    before the rounds. network: None when this member is alone. line: over which members agree when rounds start, on all or on
+    none. Raises PeerLost or TransferTimeout (their `members` are ranks), DigestMismatch, TransferError for slots that were
+    rewritten.
     """
     begun = time.monotonic()
     full, salt = doc.verify == "full", xxhash.xxh3_64_intdigest(doc.id.encode())
     turn = turn if bound.part.position in doc.paused else None
+    starts = Starts(line, gate, turn, _shown(bound.part, page)) if line is not None else None
     watch = _Watch(
-        bound, origins, landing, gate, page, carried, begins, full, salt, doc.hosts, turn, not doc.paused
+        bound, origins, landing, gate, page, carried, begins, full, salt, doc.hosts, turn, not doc.paused, starts
     )  # fmt: skip
     try:
         watch.prepare()
@@ -259,7 +290,7 @@ def carry(
             broke(error)
             raise error
         if bound.part.calls and fast is not None:
-            fast(Lane(bound.part, origins, landing, gate, page, carried, doc.hosts, turn, full, salt))
+            fast(Lane(bound.part, origins, landing, gate, page, carried, doc.hosts, turn, full, salt, starts))
         carriage = _Carriage(bound.part.rank, network, broke)
         run(bound.program, carriage, deadline, watch)
         carried.complete = carried.rounds == bound.part.slice.rounds

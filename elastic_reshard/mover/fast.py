@@ -31,11 +31,13 @@ if TYPE_CHECKING:
     from elastic_reshard.arena.landing import LandingSlot
     from elastic_reshard.communicator.base import Communicator
     from elastic_reshard.mover.part import Carried, Origin, Page, Part
+    from elastic_reshard.mover.starts import Starts
 
 __all__ = ["Lane", "carry_fast"]
 
 _log = logger("mover")
 _BEFORE: Final = -1  # the round of all that comes before the rounds
+_FIRST: Final = -(1 << 40)  # the number of the first start: before those of rounds
 
 
 class Lane:
@@ -53,6 +55,7 @@ class Lane:
         turn: Turn | None,
         full: bool,
         salt: int,
+        starts: Starts | None = None,
     ) -> None:
         self.full, self.salt, self._hosts = full, salt, hosts
         self._part, self._gate, self._page, self._carried, self._turn = part, gate, page, carried, turn
@@ -60,6 +63,7 @@ class Lane:
         self._landing = landing
         self._reset = landing.generation if landing is not None else 0
         self._shut = False
+        self._starts, self._number = starts, _FIRST
 
     def memory(self) -> Memory:
         """This member's slots. ArenaError for what is not there, or not on a device."""
@@ -85,7 +89,12 @@ class Lane:
                 self._landing.clear(self._own(call.cells_of(rank)))
 
     def begin(self) -> None:
-        self._gate.may_begin(_BEFORE, self._enter)
+        # Calls tie all ranks together: a kernel of one waits for every other.
+        if self._starts is not None:
+            self._starts.begin(self._number, range(len(self._part.present)), round_=_BEFORE)
+            self._number += 1
+        else:
+            self._gate.may_begin(_BEFORE, self._enter)
         if self._shut:
             self._shut = False
             self._page.waiting(None)
@@ -95,7 +104,7 @@ class Lane:
             return True
         if not self._shut:
             self._shut = True
-            self._page.waiting(self._part.position)
+            self._page.waiting(self._part.position, window=True)
         return False
 
     def end(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from elastic_reshard.errors import ProtocolError, TransferError
+from elastic_reshard.protocol.starts import Way
 
 __all__ = ["Gate"]
 
@@ -47,15 +48,43 @@ class Gate:
         enter: asked at last, again and again, until it lets the round begin; it must not block."""
         with self._changed:
             while True:
-                if self._aborted:
-                    raise TransferError(self._aborted)
-                if self._end is not None and number >= self._end:
+                way = self._way(number)
+                if way is Way.ENDED:
                     return False
-                open_ = self._end is not None or not self._closed
-                if open_ and enter():
+                if way is Way.OPEN and enter():
                     self._began = max(self._began, number + 1)
                     return True
-                self._changed.wait(_LOOK if open_ else None)
+                self._changed.wait(_LOOK if way is Way.OPEN else None)
+
+    def may_copy(self, number: int, enter: Callable[[], bool]) -> bool:
+        """The same of a round that nobody else takes part in: it does not count as begun, and a gate that is held lets it
+        pass."""
+        with self._changed:
+            while self._way(number) is not Way.ENDED:
+                if enter():
+                    return True
+                self._changed.wait(_LOOK)
+            return False
+
+    def way(self, number: int) -> Way:
+        """What is decided about a round now. Never blocks. TransferError once aborted."""
+        with self._changed:
+            return self._way(number)
+
+    def begin(self, number: int) -> bool:
+        """Count a round as begun, if it may be now; whether it is. Never blocks. TransferError once aborted."""
+        with self._changed:
+            if self._way(number) is not Way.OPEN:
+                return False
+            self._began = max(self._began, number + 1)
+            return True
+
+    def _way(self, number: int) -> Way:
+        if self._aborted:
+            raise TransferError(self._aborted)
+        if self._end is not None:
+            return Way.ENDED if number >= self._end else Way.OPEN
+        return Way.HELD if self._closed else Way.OPEN
 
     def hold(self) -> int:
         """Close it; returns `began`, which stands still from now on until told otherwise."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 from importlib.util import find_spec
+from typing import Final
 
 from elastic_reshard.arena.device import Device
 from elastic_reshard.communicator.base import Backend
@@ -11,15 +12,16 @@ from elastic_reshard.errors import ArenaError, ReshardError
 from elastic_reshard.log import logger
 from elastic_reshard.mover.part import NETWORKS
 
-__all__ = ["backend_of", "networks_of"]
+__all__ = ["GLOO", "backend_of", "networks_of"]
 
 _log = logger("mover")
+GLOO: Final = "gloo"
 
 
 def backend_of(network: str, device: Device | None) -> Backend:
     """A backend of this process. ArenaError for a network that uses a device where there is none, or one that this version
     does not know; what the backend raises where it can't work."""
-    if network == "gloo":
+    if network == GLOO:
         from elastic_reshard.communicator.gloo import GlooBackend
 
         return GlooBackend()

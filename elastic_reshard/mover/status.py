@@ -19,7 +19,7 @@ __all__ = ["Glance", "State", "StatusPage", "StatusReader"]
 _NBYTES: Final = 4096
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _FIELDS: Final = (
-    "beats", "state", "peer", "cell", "since", "cells", "began", "sent", "received", "resent",
+    "beats", "state", "peer", "cell", "since", "cells", "began", "sent", "received", "resent", "window",
 )  # fmt: skip
 _AT: Final = {name: at for at, name in enumerate(_FIELDS)}
 
@@ -37,7 +37,8 @@ class State(IntEnum):
 class Glance(NamedTuple):
     """The page at one moment. peer: position in the transfer's members, plus 1; 0: it waits for nobody. cell likewise.
 
-    since: when it began to wait, in ns of time.monotonic. cells, began, sent, received, resent: as in MoverSaid."""
+    since: when it began to wait, in ns of time.monotonic. cells, began, sent, received, resent: as in MoverSaid. window: 1: it
+    waits for that member's window."""
 
     beats: int
     state: int
@@ -49,6 +50,7 @@ class Glance(NamedTuple):
     sent: int
     received: int
     resent: int
+    window: int = 0
 
 
 class StatusPage:
@@ -79,12 +81,13 @@ class StatusPage:
         for name in _FIELDS[2:]:
             self._set(name, 0)
 
-    def waiting(self, peer: int | None, cell: int = 0) -> None:
-        """It waits for this cell of the member at this position; None: it waits no more."""
+    def waiting(self, peer: int | None, cell: int = 0, *, window: bool = False) -> None:
+        """It waits for this cell of the member at this position, or for that to open its window; None: it waits no more."""
         if peer is None:
             self._set("peer", 0)
             return
         self._set("cell", cell + 1)
+        self._set("window", window)
         self._set("since", time.monotonic_ns())
         self._set("peer", peer + 1)
 

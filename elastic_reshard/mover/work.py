@@ -24,10 +24,11 @@ from elastic_reshard.mover.carry import carry
 from elastic_reshard.mover.core import Outcome, Progress, Task
 from elastic_reshard.mover.fast import Lane, carry_fast
 from elastic_reshard.mover.gate import Gate
-from elastic_reshard.mover.networks import backend_of
+from elastic_reshard.mover.networks import GLOO, backend_of
 from elastic_reshard.mover.part import Carried, Page
 from elastic_reshard.mover.ready import Ready, Shelf
 from elastic_reshard.mover.staging import taken
+from elastic_reshard.mover.starts import KEY, Line, Stand, listens_at
 from elastic_reshard.protocol.window import Turn
 
 __all__ = ["Worker"]
@@ -50,12 +51,20 @@ class _Job:
     gate: Gate = field(default_factory=Gate)
     carried: Carried = field(default_factory=Carried)
     communicator: Communicator | None = None
+    stand: Stand | None = None  # of rank 0, for as long as others may start rounds
+    line: Line | None = None
     broken: ReshardError | None = None  # what the control thread found wrong
     store: ControlStore = field(init=False)
 
     @property
     def size(self) -> int:
         return len(self.task.transfer.present)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether members agree on each round's start: some have windows, and a network's kernels wait for peers."""
+        doc = self.task.transfer
+        return bool(doc.paused) and doc.network != GLOO and self.size > 1
 
 
 class Worker:
@@ -130,6 +139,8 @@ class Worker:
     def finish(self) -> None:
         """The transfer is over for all: close its communicator, in a thread of its own."""
         job, self._job = self._job, None
+        if job is not None and job.stand is not None:
+            job.stand.close()
         communicator = job.communicator if job is not None else None
         if communicator is not None:
             threading.Thread(
@@ -198,7 +209,12 @@ class Worker:
             backend = self._chosen(job.task.transfer.network)
             job.progress = replace(job.progress, config=backend.config)
             deadline = time.monotonic() + _FORM_S
+            if job.agrees and job.rank == 0:
+                job.stand = Stand(listens_at(backend), job.size)
+                job.store.set(KEY, job.stand.told)
             job.communicator = self._registry.form(backend, job.store, job.rank, job.size, deadline, tuple)
+            if job.agrees:
+                job.line = Line.call(job.store.get(KEY), job.rank, deadline, job.gate)
         if job.turn is not None and self._shelf.device is not None:
             job.turn.uses(taken(self._shelf.device))
         self._tell(job, state="ready")
@@ -224,6 +240,7 @@ class Worker:
             lambda: self._tell(job),
             job.turn,
             lambda lane: self._carry_fast(job, ready, lane),
+            job.line,
         )
 
     def _carry_fast(self, job: _Job, ready: Ready, lane: Lane) -> None:
@@ -269,6 +286,10 @@ class Worker:
             self._release(job, str(error))
         if job.turn is not None:  # before "out": after it the next transfer may begin, with a turn of its own
             job.turn.close()
+        if job.line is not None:
+            job.line.close()
+        if job.stand is not None and error is not None:
+            job.stand.close()
         if error is None:
             self._tell(job, state="out", outcome=outcome)
             return

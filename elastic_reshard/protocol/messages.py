@@ -26,6 +26,7 @@ __all__ = [
     "Landing",
     "LedgerSaid",
     "MoverSaid",
+    "Reach",
     "Stated",
     "Statement",
     "Up",
@@ -94,6 +95,23 @@ class Landing(Message):
     nbytes: Count = 0
 
 
+class Reach(Message):
+    """What the driver says of the device that a member's arenas are on. device: its id. peers: other devices of the machine
+    whose memory it can map; apart: those whose memory it can't; who is in neither is not known. cluster, clique: of the NVLink
+    fabric, if that is up and spans machines; "" and 0 else."""
+
+    device: Text
+    peers: tuple[Text, ...] = ()
+    apart: tuple[Text, ...] = ()
+    cluster: Text = ""
+    clique: Count = 0
+
+    @property
+    def fabric(self) -> str:
+        """Cluster and clique as one text, "" outside a fabric."""
+        return f"{self.cluster}/{self.clique}" if self.cluster else ""
+
+
 class Statement(Message):
     """All that a member says of itself. number: rises with each one of an incarnation; lower ones are dropped.
 
@@ -104,6 +122,7 @@ class Statement(Message):
     device: the id of the one that its tensors and arenas are on, or that its host arenas are registered with; "" for none.
     networks: what its mover can move over besides gloo, by name: the config that all members must have alike. window: when its
     mover may work: at any time, only while its window is open ("paused"), or so on networks that use the device ("network").
+    reach: of one whose arenas are on a device. domain: the label that its user gave its domain, within its host; "" for none.
     """
 
     member: MemberName
@@ -124,6 +143,8 @@ class Statement(Message):
     device: Text = ""
     networks: dict[Name, Text] = {}
     window: Literal["anytime", "paused", "network"] = "anytime"
+    reach: Reach | None = None
+    domain: Name | Literal[""] = ""
 
 
 class MoverSaid(Message):
@@ -134,8 +155,8 @@ class MoverSaid(Message):
     proof; whatever it did). outcome: of "out" and "ended". error: an error's name, with its reason. blames: members that it
     knows to be gone or unlike. config: what all movers of a communicator must have alike. began: rounds it has begun; held:
     it begins no more without being told (stopping). waits: (member, cell) it waits for now; its own member: until that opens
-    its window. condemned: ended by its watchdog, and why. to_land: cells that are to land in it, by its plan. links: of the
-    bytes received, those of each host; said with "out".
+    its window. window: what it waits for is that member's window, its own or a peer's. condemned: ended by its watchdog, and
+    why. to_land: cells that are to land in it, by its plan. links: of the bytes received, those of each host; said with "out".
     """
 
     kind: Literal["mover"] = "mover"
@@ -157,6 +178,7 @@ class MoverSaid(Message):
     resent: Count = 0
     seconds: float = 0.0
     waits: tuple[Text, Count] | None = None
+    window: bool = False
     condemned: Text = ""
     to_land: Count = 0
     links: dict[Name, Count] = {}

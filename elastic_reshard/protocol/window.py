@@ -161,6 +161,11 @@ class Turn:
         page.set("inside", 0)
         return False
 
+    @property
+    def wanted(self) -> bool:
+        """Whether the member has closed it, and computes: leave soon."""
+        return not self._page.get("open") and self._member_computes()
+
     def leave(self) -> None:
         """Nothing of this mover is under way on the device. May be called again."""
         fence()

@@ -58,6 +58,7 @@ class Tag(IntEnum):
     ORDER = 18  # W: the TransferDoc as it is told now; empty: the transfer is over
     REPORT = 19  # V: a MoverSaid
     WINDOW = 20  # M, with one descriptor, read-write: its window (`protocol.window`), for its mover
+    START = 21  # V to V, over TCP: a word about the start of a round (`protocol.starts`)
 
 
 @dataclass(frozen=True, slots=True)

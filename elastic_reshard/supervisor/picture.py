@@ -35,7 +35,7 @@ class HostSeen:
 
 @dataclass(frozen=True)
 class MemberSeen:
-    """A member with its mover. mover: "" for none, else its state; waits: whose cells that waits for."""
+    """A member with its mover. mover: "" for none, else its state; waits: for whom that waits, or whose window, in words."""
 
     group: str
     rank: int
@@ -161,6 +161,8 @@ def _member(group: str, rank: int, host: str, state: str, reason: str, said: Mov
     if said is None:
         return MemberSeen(group, rank, host, str(state), reason)
     waiting = said.waits[0] if said.waits is not None else ""
+    if waiting and (said.window or waiting == said.member):
+        waiting = "its own window" if waiting == said.member else f"the window of {waiting}"
     return MemberSeen(group, rank, host, str(state), reason, said.state, said.condemned[:300], waiting)
 
 

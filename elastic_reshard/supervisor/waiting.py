@@ -225,9 +225,14 @@ def _running(
     job: Job, transfer: Transfer, doc: TransferDoc, said: dict[str, MoverSaid], began: float
 ) -> Iterator[Wait]:
     pairs: dict[str, list[str]] = {}
+    shut: dict[str, list[str]] = {}
     for member, mover in said.items():
         if mover.waits is not None:
-            pairs.setdefault(mover.waits[0], []).append(member)
+            of = shut if mover.window or mover.waits[0] == member else pairs
+            of.setdefault(mover.waits[0], []).append(member)
+    if shut:  # then nothing stalls
+        yield from _windows(job, transfer, doc, shut, began)
+        return
     patience = job.deadlines.stall + doc.cell / job.policies.min_rate
     # Who is waited for and itself waits is not the one to look at.
     ends = [p for p in pairs if p not in said or said[p].waits is None] or list(pairs)
@@ -235,6 +240,22 @@ def _running(
         who = f"{_names(pairs[peer])} {_verb(pairs[peer], 'waits', 'wait')}"
         why = f"{who} for cells of {_names([peer])}; broken off if none comes"
         yield Wait(f"transfer of epoch {doc.epoch}", why, "calm", transfer.moved + patience - began)
+
+
+def _windows(
+    job: Job, transfer: Transfer, doc: TransferDoc, shut: dict[str, list[str]], began: float
+) -> Iterator[Wait]:
+    """Members that compute, so that no round begins in which they take part."""
+    publication = job.publications.get(doc.publication)
+    moving = publication is not None and publication.doc.state is PublicationState.MOVING
+    for peer in list(shut)[:_NAMED]:
+        others = [member for member in shut[peer] if member != peer]
+        why = f"the window of {_names([peer])} is closed: it computes"
+        if others:
+            why += f", and {_names(others)} {_verb(others, 'waits', 'wait')} for it"
+        lands = moving and any(part.member == peer for part in doc.landings)
+        until = transfer.begun + job.policies.late_after - began if lands else None
+        yield Wait(f"transfer of epoch {doc.epoch}", why + ("; left behind then" if lands else ""), "calm", until)
 
 
 # -- installs

@@ -70,6 +70,16 @@ class Round:
     readers: set[int] = field(default_factory=set)  # who says when it has read this round's half of the staging
     owners: set[int] = field(default_factory=set)  # whom to tell so
 
+    @property
+    def talks(self) -> bool:
+        """Whether it has messages."""
+        return bool(self.sends or self.receives)
+
+    @property
+    def copies(self) -> bool:
+        """Whether anything is copied within this host."""
+        return self.own.nbytes > 0 or any(pull.copies.nbytes for pull in self.pulls)
+
 
 @dataclass
 class Program:

@@ -42,6 +42,9 @@ class Watch(Protocol):
     def may_begin(self, number: int) -> bool:
         """Asked before anything of a round with messages is started; may block. False: end before it, on all members."""
 
+    def may_copy(self, number: int) -> bool:
+        """Asked before a round without messages copies anything of this host; may block. False: end before it."""
+
     def intact(self) -> bool:
         """Whether all memory that this member sends from is still what it was at the beginning."""
 
@@ -86,7 +89,11 @@ class WatchedRounds(Rounds):
             number = self.ahead
             r = rounds[number]
             # Who has no messages in a round hinders nobody, and would otherwise be rounds ahead of all others.
-            if (r.sends or r.receives) and not self.watch.may_begin(number):
+            if r.talks:
+                may = self.watch.may_begin(number)
+            else:
+                may = not r.copies or self.watch.may_copy(number)
+            if not may:
                 self.count = number
                 return
             for peer, place in self.into[number].items():

@@ -197,7 +197,8 @@ class Crew:
             name: getattr(glance, name) for name in ("cells", "began", "sent", "received", "resent")
         }
         fresh["began"] = max(glance.began, hand.said.began)
-        hand.said = hand.said.model_copy(update={**fresh, "waits": waits})
+        window = waits is not None and bool(glance.window)
+        hand.said = hand.said.model_copy(update={**fresh, "waits": waits, "window": window})
 
     def ended(self, mover: str) -> None:
         """Its process has ended, by proof."""
@@ -218,7 +219,7 @@ class Crew:
         outcome = base.outcome if base.state == "out" else "failed"
         why = base.reason or (f"it was ended: {hand.condemned}" if hand.condemned else "its process has ended")
         self._word(base.model_copy(update={"state": "ended", "outcome": outcome, "condemned": hand.condemned,
-                                           "reason": why, "waits": None}))  # fmt: skip
+                                           "reason": why, "waits": None, "window": False}))  # fmt: skip
 
     def refresh(self) -> None:
         """Time for a beat: what the pages of running movers say is said anew, if it has changed."""
@@ -383,7 +384,7 @@ def _unsound(said: MoverSaid) -> bool:
 
 def _crewed(transfer: TransferDoc, host: str) -> Iterator[str]:
     """Present members of a transfer on this host."""
-    for position, (member, where) in enumerate(zip(transfer.members, transfer.hosts, strict=True)):
+    for position, (member, where) in enumerate(zip(transfer.members, transfer.seats, strict=True)):
         if where == host and position not in transfer.absent:
             yield member
 
@@ -393,11 +394,15 @@ def _wanted(member: str, scene: Scene) -> bool:
 
 
 def foreseen(view: View, host: str) -> bool:
-    """Whether a transfer is likely in which this host takes part: a source here and a destination elsewhere, or the reverse."""
+    """Whether a transfer is likely in which this host takes part: a source here and a destination in another domain, or the
+    reverse."""
     taking_part = [m for m in view.members.values() if m.state in (MemberState.LIVE, MemberState.JOINING)]
-    here = {role for m in taking_part if m.host == host for role in m.roles}
-    there = {role for m in taking_part if m.host != host for role in m.roles}
-    return ("source" in here and "destination" in there) or ("destination" in here and "source" in there)
+    for domain in {m.where for m in taking_part if m.host == host}:
+        here = {role for m in taking_part if m.where == domain for role in m.roles}
+        there = {role for m in taking_part if m.where != domain for role in m.roles}
+        if ("source" in here and "destination" in there) or ("destination" in here and "source" in there):
+            return True
+    return False
 
 
 def arenas_of(transfer: TransferDoc, publication: PublicationDoc, host: str) -> tuple[set[str], set[str]]:

@@ -3,13 +3,17 @@ the mover."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from elastic_reshard.arena import device_of
 from elastic_reshard.arena.pretend import empty
 from elastic_reshard.protocol.deadlines import Policies
 from tests.elastic import rank as on
+from tests.elastic.stage import kill
 from tests.elastic.test_between_hosts import MODEL, network
 from tests.elastic.world import Actor, Died, Gang, World, results, until
 
@@ -41,9 +45,9 @@ def memory(state: on.State) -> Any:
     return state.m.memory
 
 
-def wait_until_committed(state: on.State, label: str) -> int:
+def wait_until_committed(state: on.State, label: str, timeout: float = 20.0) -> int:
     """Waiting for it lets the mover work; then it is outside."""
-    version = on.committed(state, label)
+    version = on.committed(state, label, timeout)
     assert not _inside(state)
     return version
 
@@ -53,6 +57,19 @@ def idle_until_installable(state: on.State) -> None:
     with state.m.idle(20.0):
         assert on.events(state, "installable", 20.0)[-1][0] == "installable"
     assert not _inside(state)
+
+
+def in_and_out(state: on.State) -> float:
+    """Idle until its mover is at work, then not any more; how long the mover took to be outside."""
+    with state.m.idle(20.0):
+        deadline = time.monotonic() + 20.0
+        while not _inside(state):
+            assert time.monotonic() < deadline, "its mover comes in"
+            time.sleep(0.002)
+        time.sleep(0.05)  # what it would launch is launched
+        begun = time.monotonic()
+    assert not _inside(state)
+    return time.monotonic() - begun
 
 
 def _inside(state: on.State) -> bool:
@@ -86,6 +103,20 @@ def waits_for_its_member(world: World, *actors: Actor) -> None:
     until(all_wait, "movers wait for the windows of their members")
 
 
+def waits_for_window(world: World, busy: Gang, *actors: Actor) -> None:
+    """Wait until the movers of these say that they wait for windows of that gang."""
+    shut = {actor.id for actor in busy}
+
+    def all_wait() -> bool | None:
+        with world.client() as client:
+            movers = {m: said for host in client.hosts().values() for m, said in host.movers.items()}
+        mine = [movers[actor.id] for actor in actors if actor.id in movers]
+        waiting = [said for said in mine if said.window and said.waits is not None and said.waits[0] in shut]
+        return len(waiting) == len(actors) or None
+
+    until(all_wait, "movers wait for the windows of those who compute")
+
+
 def carried(world: World) -> list[str]:
     """The networks of all transfers."""
     return [e.fields["network"] for e in world.events("transfer.forming")]
@@ -112,6 +143,36 @@ def test_devices_a_closed_window_and_a_gang_killed_after_publish(world: World) -
     assert engine.receive("s2") == 2
     assert carried(world) == ["pretend", "pretend"]
     assert world.events("transfer.breaking") == world.events("network.fallback") == []
+
+
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(4.0, marks=pytest.mark.long)])
+def test_movers_stay_off_their_devices_while_a_peer_computes(make_world: Callable[..., World], seconds: float) -> None:
+    """One engine computes, for longer than a stall at last: the other members get their devices back at once, nothing is
+    launched that waits for it, and nobody is blamed. Then a mover is killed when all were told to go, before they launch."""
+    world = make_world(hooks={}, stall=3.0, form=60.0, late_after=120.0)
+    trainer, busy, other = world.trainer(hosts=["a"]), world.engine(0, hosts=["b"]), world.engine(1, hosts=["c"])
+    joined((trainer, on_device), (busy, on_device), (other, on_device))
+    trainer.publish("s1")
+    receiving = other.begin(on.receive, 60.0)
+    assert max(trainer.do(in_and_out)) < 2.0, "who waits for a peer's window has nothing on the device"
+    waiting = trainer.begin(wait_until_committed, "s1", 60.0)
+    waits_for_window(world, busy, *trainer, *other)
+    time.sleep(seconds)
+    waits_for_window(world, busy, *trainer, *other)
+    assert (busy.receive("s1"), results(receiving), results(waiting)) == (1, [1, 1], [1, 1])
+    other.holds("s1")
+    assert world.events("transfer.breaking") == world.events("group.left_behind") == []
+    hold = world.hold("mover.round")
+    trainer.publish("s2")
+    waiting = [*trainer.begin(on.committed, "s2", 60.0), *busy.begin(on.receive, 60.0), *other.begin(on.receive, 60.0)]
+    kill(*hold.has(busy[1].id).values())
+    hold.release()
+    assert results(waiting) == [2] * 6
+    busy.holds("s2")
+    other.holds("s2")
+    assert len(world.events("transfer.breaking")) == 1, "one loss is one rebuild"
+    assert set(carried(world)) == {"pretend"}
+    assert world.evicted() == []
 
 
 def test_nobody_waits_long_for_a_window(make_world: Callable[..., World]) -> None:

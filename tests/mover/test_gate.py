@@ -8,6 +8,7 @@ import pytest
 
 from elastic_reshard.errors import ProtocolError, TransferError
 from elastic_reshard.mover.gate import Gate
+from elastic_reshard.protocol.starts import Way
 
 
 def test_it_is_open_and_counts_what_was_begun() -> None:
@@ -99,3 +100,20 @@ def test_a_round_that_is_not_let_in_is_left_at_once(how: str) -> None:
         gate.until(0)
     thread.join(5)
     assert said == ["aborted" if how == "abort" else False]
+
+
+def test_a_round_of_copies_only_asks_the_window_and_counts_for_nobody() -> None:
+    gate, looks = Gate(), iter([False, False, True])
+    assert gate.may_copy(7, lambda: next(looks))
+    assert gate.began == 0
+    gate.hold()
+    assert gate.may_copy(8, lambda: True), "nobody else has to do with it"
+    gate.until(2)
+    assert not gate.may_copy(3, lambda: pytest.fail("it is not run"))
+    assert (gate.way(2), gate.way(3)) == (Way.OPEN, Way.ENDED)
+    assert gate.begin(2)
+    assert not gate.begin(3)
+    assert gate.began == 3
+    gate.abort("broken off")
+    with pytest.raises(TransferError, match="broken off"):
+        gate.may_copy(0, lambda: True)

@@ -356,12 +356,15 @@ class Page:
 
     def __init__(self) -> None:
         self.peers: set[int] = set()
+        self.windows: set[int] = set()  # those for whose windows it has waited
         self.now: int | None = None
         self.last: dict[str, int] = {}
 
-    def waiting(self, peer: int | None, cell: int = 0) -> None:
+    def waiting(self, peer: int | None, cell: int = 0, *, window: bool = False) -> None:
         assert cell >= 0
         self.now = peer
+        if window and peer is not None:
+            self.windows.add(peer)
         if peer is not None:
             self.peers.add(peer)
 

@@ -92,6 +92,9 @@ class Watch:
         self.before(number)
         return number < self.end
 
+    def may_copy(self, number: int) -> bool:
+        return number < self.end
+
     def intact(self) -> bool:
         self.done += 1
         return self.done != self.broken + 1

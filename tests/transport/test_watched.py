@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed import PrefixStore
 
+from elastic_reshard.arena import Copies
+from elastic_reshard.arena.pretend import open_pretend
 from elastic_reshard.errors import DigestMismatch, ReshardError, TransferError
 from elastic_reshard.transport import GlooNetwork, Program, run
 from elastic_reshard.transport.program import Message, Round
+from elastic_reshard.transport.streamed import StreamedRounds
 from tests.collective.worlds import error_of
+from tests.communicator.world import soon
 from tests.processes import Rank, run_ranks
 
 ROUNDS, SIZE = 6, 9000
@@ -61,6 +67,9 @@ class Watch:
 
     def may_begin(self, number: int) -> bool:
         self.log.append(("may", number))
+        return number < self.end
+
+    def may_copy(self, number: int) -> bool:
         return number < self.end
 
     def intact(self) -> bool:
@@ -202,3 +211,37 @@ def bare(me: Rank) -> str:
 
 def test_a_program_with_tokens_needs_a_channel() -> None:
     assert run_ranks(bare, 2, group=False) == ["TransferError"] * 2
+
+
+class Ajar(Watch):
+    """Its window opens when it is asked for the third round."""
+
+    def __init__(self, target: np.ndarray) -> None:
+        super().__init__([], 3)
+        self.target, self.asked = target, []  # type: ignore[var-annotated]
+
+    def may_copy(self, number: int) -> bool:
+        self.asked.append((number, self.target.tolist()))
+        return super().may_copy(number)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_rounds_of_copies_only_ask_before_each_and_end_where_they_are_told(streamed: bool) -> None:
+    target, rounds = np.zeros(5, dtype=np.uint8), []
+    for number in range(5):
+        own = Copies()
+        if number != 1:  # nothing at all: nobody is asked
+            own.add(target[number : number + 1], np.full(1, number + 1, dtype=np.uint8))
+        rounds.append(Round(own=own))
+    made, watch = Program(rounds, set(), set(), 0), Ajar(target)
+    watch.ahead = False
+    carriage = SimpleNamespace(rank=0, channel=None, fail=lambda error: None)
+    if streamed:
+        device = open_pretend(0)
+        done = SimpleNamespace(wait=lambda deadline: None)
+        network: Any = SimpleNamespace(device=device, stream=device.stream(), point=lambda: done)
+        StreamedRounds(made, carriage, network, soon(5), watch).run()
+    else:
+        run(made, carriage, soon(5), watch)
+    assert watch.asked == [(0, [0] * 5), (2, [1, 0, 0, 0, 0]), (3, [1, 0, 3, 0, 0])]
+    assert target.tolist() == [1, 0, 3, 0, 0]

@@ -365,10 +365,13 @@ def test_the_page_is_told_with_beats_while_it_runs() -> None:
     alive(made, 0.0, 1.0, peer=1, cell=8, cells=5, began=2, received=77)
     made.refresh()
     [said] = made.outgoing()
-    assert (said.cells, said.began, said.received, said.waits) == (5, 2, 77, (FAR, 7))
+    assert (said.cells, said.began, said.received, said.waits, said.window) == (5, 2, 77, (FAR, 7), False)
     alive(made, 1.0, 2.0, peer=1, cell=8, cells=5, began=2, received=77)
     made.refresh()
     assert made.outgoing() == [], "nothing new"
+    alive(made, 1.5, 2.0, peer=1, cell=1, window=1)
+    made.refresh()
+    assert made.outgoing()[0].window, "it waits for that member's window"
     alive(made, 2.0, 3.0, peer=99, cell=8)
     made.refresh()
     assert made.outgoing()[0].waits is None, "no such position"
