@@ -24,7 +24,7 @@ _Rows = Iterable[tuple[str, ...]]
 
 
 def _members(docs: Mapping[str, Any]) -> _Rows:
-    return ((k, d.group, str(d.rank), d.host, d.state, _asked(d.leave_within), d.reason) for k, d in docs.items())
+    return ((k, d.group, str(d.rank), d.where, d.state, _asked(d.leave_within), d.reason) for k, d in docs.items())
 
 
 def _groups(docs: Mapping[str, Any]) -> _Rows:

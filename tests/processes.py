@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,7 +21,9 @@ __all__ = ["Rank", "RankFailed", "run_ranks"]
 
 _context = multiprocessing.get_context("forkserver")
 # A forkserver that has imported torch starts a rank in about 0.03 s instead of seconds.
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+# Where there is NCCL for Python its imports, which touch no GPU, take seconds in each rank.
+_LIBRARIES = [name for name in ("cuda.bindings.driver", "nccl.core") if find_spec(name.partition(".")[0]) is not None]
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp", *_LIBRARIES])
 
 
 class RankFailed(AssertionError):

@@ -24,6 +24,7 @@ from elastic_reshard.arena.digests import pieces_of
 from elastic_reshard.arena.driver import Context, call, uuid_of
 from elastic_reshard.arena.engine import EngineOps, engine_ops
 from elastic_reshard.arena.kernels import THREADS, compiled
+from elastic_reshard.arena.neighbours import Neighbours, joined, near_by_nvml
 from elastic_reshard.arena.ranges import Ranges
 from elastic_reshard.arena.strided import Strided, contiguous_strides
 from elastic_reshard.errors import ArenaError
@@ -162,9 +163,15 @@ class CudaDevice:
         return found
 
     def copy(self, table: CopyTable, stream: Stream, how: How | None = None) -> None:
-        """Launch all copies of a table. how: None for engines where host memory takes part in large runs, else the kernel."""
+        """Launch all copies of a table. how: None for engines where host memory takes part in large runs, else the kernel.
+
+        On a stream that is captured into a graph: by the kernel, of a table that was prepared before; whoever captures keeps
+        the table, and registered host memory, for as long as the graph."""
         held = self._hosts.keepers(table.hosts)
         if not len(table):
+            return
+        if self._captures(stream):
+            self._capture(table, stream)
             return
         prepared = self._prepared(table)
         if how is None:
@@ -175,11 +182,36 @@ class CudaDevice:
                 prepared.ops = engine_ops(table)
             self._by_engine(prepared.ops, stream)
         else:
-            tiles = len(table.tiles)
-            args = (*prepared.addresses, tiles), (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
             stream.wait(prepared.upload.ready)
-            self._launch(self._copy, (min(tiles, self._blocks), 1), args, stream)
+            self._by_kernel(table, prepared, stream)
         self._fly(stream, table, held)
+
+    def _by_kernel(self, table: CopyTable, prepared: _Prepared, stream: Stream) -> None:
+        tiles = len(table.tiles)
+        args = (*prepared.addresses, tiles), (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
+        self._launch(self._copy, (min(tiles, self._blocks), 1), args, stream)
+
+    def _captures(self, stream: Stream) -> bool:
+        if not stream.handle:  # the default stream is never captured, and asking may break another's capture
+            return False
+        with self._context.current():
+            status = call(driver.cuStreamIsCapturing, stream.handle)
+        return bool(status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def _capture(self, table: CopyTable, stream: Stream) -> None:
+        """Nothing in a capture may wait for what lies outside of it, nor be asked whether it is done: the upload is waited for
+        by the host, and no event is left behind."""
+        prepared: _Prepared | None = table.uploaded.get(self.id)
+        if prepared is None:
+            raise ArenaError("a table is uploaded before it is captured into a graph; call `prepare` with it first")
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        with self._context.current():
+            before = call(driver.cuThreadExchangeStreamCaptureMode, relaxed)
+            try:
+                call(driver.cuEventSynchronize, prepared.upload.ready.handle)
+            finally:
+                call(driver.cuThreadExchangeStreamCaptureMode, before)
+        self._by_kernel(table, prepared, stream)
 
     def _launch(
         self, kernel: Any, grid: tuple[int, int], args: tuple[tuple[Any, ...], tuple[Any, ...]], stream: Stream
@@ -281,6 +313,17 @@ class CudaDevice:
     def free(self) -> tuple[int, int]:
         """Bytes of the GPU: (free now, in all). What torch keeps cached is not free."""
         return self._vmm.free()
+
+    def neighbours(self) -> Neighbours:
+        """By NVML for all GPUs of the machine; of those that this process sees, by the driver itself, whose word counts."""
+        told, cluster, clique = near_by_nvml(self.id)
+        visible = {}
+        for index in range(torch.cuda.device_count()):
+            if index != self.index:
+                other = call(driver.cuDeviceGet, index)
+                can = call(driver.cuDeviceCanAccessPeer, self._context.device, other)
+                visible[uuid_of(index)] = bool(can)
+        return joined([told, visible], cluster, clique)
 
     def tensor(self, strided: Strided, dtype: torch.dtype) -> torch.Tensor:
         """The same memory as a tensor, which keeps it mapped; no copy. ArenaError for memory of another GPU."""

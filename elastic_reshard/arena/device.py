@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
+from elastic_reshard.arena.neighbours import Neighbours
 from elastic_reshard.arena.strided import Place, Strided
 
 if TYPE_CHECKING:
@@ -133,6 +134,9 @@ class Device(Place, Protocol):
 
     def free(self) -> tuple[int, int]:
         """Bytes: (free now, in all)."""
+
+    def neighbours(self) -> Neighbours:
+        """Whose memory it can map, of this machine's devices, and the fabric it is in. Some ms a device; no work is done."""
 
     def tensor(self, strided: Strided, dtype: torch.dtype) -> torch.Tensor:
         """The same memory as a tensor, which keeps it mapped; no copy."""

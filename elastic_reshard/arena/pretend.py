@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from elastic_reshard.arena.boxes import CopyTable, array_at, run_on_host
 from elastic_reshard.arena.digests import digest_on_host
+from elastic_reshard.arena.neighbours import Neighbours, joined
 from elastic_reshard.arena.ranges import Ranges
 from elastic_reshard.arena.strided import Strided, within
 from elastic_reshard.errors import ArenaError
@@ -39,6 +40,9 @@ GRANULARITY: Final = 64 << 10
 # How much memory such a device has; tests lower it.
 TOTAL_VARIABLE: Final = "ELASTIC_RESHARD_PRETEND_BYTES"
 _TOTAL: Final = 64 << 30
+# Which devices can't map each other's memory, as "0-1 0-2"; and the fabric, as "cluster/clique".
+APART_VARIABLE: Final = "ELASTIC_RESHARD_PRETEND_APART"
+FABRIC_VARIABLE: Final = "ELASTIC_RESHARD_PRETEND_FABRIC"
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _POLL: Final = 50e-6
 
@@ -248,11 +252,19 @@ class PretendDevice:
             size = os.fstat(fd).st_size
             if not 0 < nbytes <= size or not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise ArenaError(f"descriptor {fd} is no pretend memory of {nbytes} bytes (it has {size})")
+            self._refuse_apart(fd)
             return PretendMemory(self, self._map(fd, nbytes, writable=writable), -1)
         except OSError as error:
             raise ArenaError(f"descriptor {fd} cannot be mapped by {self.id}: {error}") from error
         finally:
             os.close(fd)
+
+    def _refuse_apart(self, fd: int) -> None:
+        """ArenaError for memory of a device that this one does not reach."""
+        _, _, name = os.readlink(f"/proc/self/fd/{fd}").partition("elastic_reshard:")
+        maker = ":".join(name.split(":")[:2])
+        if maker in self.neighbours().apart:
+            raise ArenaError(f"{self.id} has no peer access to {maker}, on which the memory of descriptor {fd} is")
 
     def host(self, memory: npt.NDArray[np.uint8]) -> _Registered:
         """Let the device reach host memory."""
@@ -330,6 +342,15 @@ class PretendDevice:
     def free(self) -> tuple[int, int]:
         """Bytes: (free now, in all). What other processes took of it is not counted."""
         return max(0, self._total - self._used), self._total
+
+    def neighbours(self) -> Neighbours:
+        """As the environment says: of the devices that it names, those that are apart from this one, and the others."""
+        pairs = [set(pair.split("-")) for pair in os.environ.get(APART_VARIABLE, "").split()]
+        mine = self.id.removeprefix("pretend:")
+        others = set().union(*pairs) - {mine}
+        told = {f"pretend:{other}": {mine, other} not in pairs for other in others}
+        cluster, _, clique = os.environ.get(FABRIC_VARIABLE, "").partition("/")
+        return joined([told], cluster, int(clique or 0))
 
     def tensor(self, strided: Strided, dtype: torch.dtype) -> torch.Tensor:
         """The same memory as a CPU tensor, which keeps it mapped; no copy. Not to be written to if it is mapped read-only."""

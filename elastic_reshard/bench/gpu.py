@@ -1,6 +1,7 @@
 """`bench gpu`: all measurements on GPUs in one go, each section in a process of its own under a deadline.
 
-What fails is reported in its place and the rest goes on. The figures of one run are compared with each other only.
+What fails is reported in its place and the rest goes on; what a section had measured when it was ended is kept. The figures of
+one run are compared with each other only.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from elastic_reshard.bench.guarded import run_part
 from elastic_reshard.errors import LayoutError
 from elastic_reshard.layout import catalog
 
-__all__ = ["SECTIONS", "figures", "measure_gpu", "right", "setup_here", "table"]
+__all__ = ["SECTIONS", "failed", "figures", "measure_gpu", "right", "setup_here", "table"]
 
 _LINK = 478.0  # GB/s each way between two H200s, NV18
-_LEAST = 10.0  # seconds: a section with less is not begun
+_ONE_GPU = 282.0  # seconds: with what must be ended five minutes, and ten on several
+_LEAST = 4.0  # seconds: a section with less is not begun
 
 
 def measure_gpu(
@@ -32,37 +34,54 @@ def measure_gpu(
 ) -> dict[str, Any]:
     """Run the sections, `setup.seconds` in all at most (and some for what must be ended). Blocks for minutes.
 
-    keep: a file for what is known so far, written anew after each section: a lent machine may go before the end."""
+    keep: a file for what is known so far, written anew whenever a section has told something: a lent machine may go before the
+    end. "right": nothing was wrong; "failed": where something could not be measured."""
     end = time.monotonic() + setup.seconds
     found: dict[str, Any] = {"setup": asdict(setup)}
-    for name, most in SECTIONS.items():
-        if only and name not in only:
-            continue
+    chosen = [name for name in SECTIONS if not only or name in only]
+    for number, name in enumerate(chosen):
         left = end - time.monotonic()
+        for_others = sum(SECTIONS[other][1] for other in chosen[number + 1 :])
+        mine = min(SECTIONS[name][0] * (1 if setup.gpus <= 1 else 2), max(SECTIONS[name][1], left - for_others), left)
         if left < _LEAST:
             found[name] = {"error": f"not begun: {setup.seconds:g} s were over"}
             continue
-        say(name)
-        part = ["elastic_reshard.bench.gpu_part", name, json.dumps(asdict(setup))]
-        found[name] = run_part(part, min(most, left)).to_data()
-        if keep is not None:
-            keep.write_text(json.dumps(found))
+        say(f"{name} (at most {mine:.0f} s)")
+        # What it measures ends before it would be ended.
+        own = str(time.monotonic() + 0.93 * mine)
+        part = ["elastic_reshard.bench.gpu_part", name, json.dumps(asdict(setup)), own]
+        found[name] = {"error": "it had told nothing yet when this was written"}
+        _write(keep, found)
+        found[name] = run_part(part, mine, lambda data, name=name: _write(keep, {**found, name: data})).to_data()  # type: ignore[misc]
+        _write(keep, found)
     found["figures"] = figures(found, setup)
     found["right"] = right(found)
+    found["failed"] = failed(found)
+    _write(keep, found)
     return found
 
 
+def _write(keep: Path | None, found: dict[str, Any]) -> None:
+    """At once or not at all, so that there is always a whole one."""
+    if keep is not None:
+        part = keep.with_name(f".{keep.name}.part")
+        part.write_text(json.dumps(found))
+        part.replace(keep)
+
+
 def setup_here(model: str, device: str, seconds: float, scale: float) -> GpuSetup:
-    """For this machine's devices. LayoutError where there is none; CatalogError for an unknown model."""
+    """For this machine's devices. seconds: 0 for 4.7 minutes, and twice that on several. LayoutError where there is none;
+    CatalogError for an unknown model."""
     catalog.model(model)
     if device != "cuda":
-        return GpuSetup(model, device, 0, 64 << 30, seconds, scale)
+        return GpuSetup(model, device, 0, 64 << 30, seconds or _ONE_GPU, scale)
     count = devices_here()
     if not count:
         raise LayoutError("there is no CUDA device here; --device pretend --scale 0.01 tries the program without one")
     import torch
 
     total = min(torch.cuda.get_device_properties(n).total_memory for n in range(count))
+    seconds = seconds or (_ONE_GPU if count == 1 else 2 * _ONE_GPU)
     # Members in pairs: as many trainers as engine ranks.
     return GpuSetup(model, device, count if count == 1 else count // 2 * 2, total, seconds, scale)
 
@@ -126,6 +145,14 @@ def right(found: Any) -> bool:
             return False
         return all(right(value) for value in found.values())
     return all(right(value) for value in found) if isinstance(found, list) else True
+
+
+def failed(found: Any, path: str = "") -> list[str]:
+    """Where something could not be measured, as "section/what"."""
+    if isinstance(found, dict):
+        here = [path] if "error" in found else []
+        return here + [p for key, value in found.items() for p in failed(value, f"{path}/{key}".lstrip("/"))]
+    return [p for n, one in enumerate(found) for p in failed(one, f"{path}/{n}")] if isinstance(found, list) else []
 
 
 def table(found: dict[str, Any]) -> Table:

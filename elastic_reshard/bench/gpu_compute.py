@@ -46,7 +46,7 @@ class Compute:
     """Matrices on a device, and products of them. One thread; in the current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._cuda, self._device = device.type == "cuda", device
         if not self._cuda:
             torch.set_num_threads(1)
         dtype = torch.bfloat16 if self._cuda else torch.float32
@@ -71,7 +71,7 @@ class Compute:
 
     def _wait(self) -> None:
         if self._cuda:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self._device).synchronize()  # it may not be the current device's
 
     def some(self, rates: Rates) -> None:
         """One large product and some steps, added to the rates."""

@@ -4,7 +4,10 @@ fault, and how long it takes to go on after a loss."""
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from elastic_reshard.bench import gpu_rank as at_device
@@ -12,18 +15,18 @@ from elastic_reshard.bench import rank as on
 from elastic_reshard.bench import recovery_faults as faults
 from elastic_reshard.bench.gpu_setup import GpuSetup, model_layouts
 from elastic_reshard.bench.gpu_stage import DeviceStage
+from elastic_reshard.bench.gpu_ways import run_ways
+from elastic_reshard.bench.guarded import print_result
 from elastic_reshard.bench.play import Play, distinct
+from elastic_reshard.bench.stage import within
 from elastic_reshard.bench.synthetic import Layouts, transformer
-from elastic_reshard.errors import ReshardError
 
 __all__ = ["measure", "recover"]
 
 _SHARED = 1 << 30  # bytes, where ranks share a GPU and NCCL goes through the host at 1-2 GB/s
 
 
-def _layouts(setup: GpuSetup) -> tuple[Layouts, dict[str, Any]]:
-    if setup.gpus > 1:
-        return model_layouts(setup)
+def _small(setup: GpuSetup) -> tuple[Layouts, dict[str, Any]]:
     layouts = transformer(setup.nbytes(_SHARED), setup.half, 1, setup.half)
     return layouts, {
         "model": "a transformer's shapes",
@@ -44,16 +47,15 @@ def network_of(stage: DeviceStage) -> str:
 
 
 def measure(setup: GpuSetup) -> dict[str, Any]:
-    """Refits without a fault, over the devices' network and, from the same arenas, over gloo."""
-    layouts, told = _layouts(setup)
-    found: dict[str, Any] = {"model": told}
-    networks = (setup.network, "gloo")
-    for network in networks:
-        try:
-            found[network] = _refits(setup, layouts, network)
-        except ReshardError as error:
-            found[network] = {"error": str(error)[-1500:]}
-    return found
+    """Refits without a fault: a model over the devices' network, where each rank has a device of its own; and some of it, over
+    that network and, from the same arenas, over gloo."""
+    small, told = _small(setup)
+    found: dict[str, Any] = {"small": told}
+    ways = {network: partial(_refits, setup, small, network) for network in (setup.network, "gloo")}
+    if setup.gpus > 1:
+        model, found["model"] = model_layouts(setup)
+        ways = {f"the model over {setup.network}": partial(_refits, setup, model, setup.network), **ways}
+    return run_ways(setup.seconds, ways, found)
 
 
 def _refits(setup: GpuSetup, layouts: Layouts, network: str) -> dict[str, Any]:
@@ -87,30 +89,36 @@ def _refits(setup: GpuSetup, layouts: Layouts, network: str) -> dict[str, Any]:
 
 
 def recover(setup: GpuSetup) -> dict[str, Any]:
-    """Movers, and a host, killed in mid-transfer; the rows of `bench recovery`."""
-    layouts, told = _layouts(setup)
-    found: dict[str, Any] = {"model": told, "rows": []}
+    """Movers and the supervisor killed in mid-transfer; the rows of `bench recovery`."""
+    # Two ranks a side at least, for one's mover is killed: on two devices two members share each.
+    pair = setup if setup.half > 1 else replace(setup, gpus=1)
+    layouts, told = _small(pair) if setup.gpus <= 2 else model_layouts(setup)
+    found: dict[str, Any] = {"model": told}
+    begun = time.monotonic()
     with DeviceStage(setup.kit(window="anytime", network=setup.network)) as stage:
-        play = _play(setup, stage, layouts)
-        moving = []
-        for _ in range(4):
-            play.refit()
-            moving.append(play.stretches()["moving"])
-        found["went over"] = network_of(stage)
-        whole = statistics.median(moving[2:])
-        found["a transfer without a fault s"] = round(whole, 3)
-        steps: list[Callable[[], Any]] = [
-            lambda: faults.mover_killed(play, "sending", play.trainer, whole, 2),
-            lambda: faults.mover_killed(play, "receiving", play.engines[0], whole, 2),
-            lambda: faults.supervisor_killed(stage, play),
-        ]
-        for step in steps:
-            try:
-                found["rows"].append(step().to_data())
-            except ReshardError as error:
-                found["rows"].append({"error": str(error)[-1500:]})
-        found["untouched"] = [
-            gang.name for gang in (play.trainer, *play.engines) if all(gang.do(at_device.kernel_runs))
-        ]
+        with within(0.6 * setup.seconds):
+            play = _play(pair, stage, layouts)
+            whole = _whole(play)
+        found |= {"went over": network_of(stage), "a transfer without a fault s": round(whole, 3)}
+        print_result(found)
+        ways: dict[str, Callable[[], Any]] = {
+            "a sending mover": lambda: faults.mover_killed(play, "sending", play.trainer, whole, 2).to_data(),
+            "a receiving mover": lambda: faults.mover_killed(play, "receiving", play.engines[0], whole, 2).to_data(),
+            "the supervisor": lambda: faults.supervisor_killed(stage, play).to_data(),
+        }
+        run_ways(setup.seconds - (time.monotonic() - begun), ways, found)
+        with within(10.0):
+            gangs = (play.trainer, *play.engines)
+            found["untouched"] = [gang.name for gang in gangs if all(gang.do(at_device.kernel_runs))]
         found["wrong"] = list(play.wrong)
+        print_result(found)
     return found | {"left": stage.left}
+
+
+def _whole(play: Play) -> float:
+    """Seconds of a transfer without a fault, warm."""
+    moving = []
+    for _ in range(4):
+        play.refit()
+        moving.append(play.stretches()["moving"])
+    return statistics.median(moving[2:])

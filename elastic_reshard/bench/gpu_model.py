@@ -12,7 +12,10 @@ from elastic_reshard.bench import gpu_rank as at_device
 from elastic_reshard.bench import rank as on
 from elastic_reshard.bench.gpu_setup import GpuSetup, many_small, model_layouts
 from elastic_reshard.bench.gpu_stage import DeviceStage
+from elastic_reshard.bench.gpu_ways import run_ways
+from elastic_reshard.bench.guarded import print_result
 from elastic_reshard.bench.play import Play
+from elastic_reshard.bench.stage import within
 from elastic_reshard.bench.synthetic import Layouts
 from elastic_reshard.watchdog.runtime import running
 
@@ -24,9 +27,11 @@ _HOST = "a"
 def measure(setup: GpuSetup) -> dict[str, Any]:
     """The full list, and many small tensors apart."""
     layouts, told = model_layouts(setup)
-    found = {"model": told, "full list": _refits(setup, layouts, setup.repeats(7))}
-    found["many small"] = _refits(setup, many_small(setup), setup.repeats(7))
-    return found
+    ways = {
+        "full list": lambda: _refits(setup, layouts, setup.repeats(7)),
+        "many small": lambda: _refits(setup, many_small(setup), setup.repeats(7)),
+    }
+    return run_ways(setup.seconds, ways, {"model": told})
 
 
 def _one_domain(setup: GpuSetup, stage: DeviceStage, layouts: Layouts) -> Play:
@@ -72,14 +77,14 @@ def survive(setup: GpuSetup) -> dict[str, Any]:
     """Engines pull while the arena's owner, then the watchdog, is killed; every byte is looked at afterwards."""
     layouts, told = model_layouts(setup)
     found: dict[str, Any] = {"model": told}
-    with DeviceStage(setup.kit()) as stage:
+    with within(setup.seconds), DeviceStage(setup.kit()) as stage:
         play = _one_domain(setup, stage, layouts)
         for _ in range(2):
             play.refit()
         engine = play.engines[0]
         for what in ("the trainers", "the watchdog"):
             engine.do(on.poison)
-            calls = engine.begin(at_device.pull_again, setup.repeats(40))
+            calls = engine.begin(at_device.pull_again, setup.repeats(200))
             if what == "the trainers":
                 stage.dismiss(play.trainer)
             else:
@@ -92,5 +97,6 @@ def survive(setup: GpuSetup) -> dict[str, Any]:
                 "pulled GB": round(sum(p["nbytes"] * len(p["seconds"]) for p in pulled) / 1e9, 1),
                 "computes": all(engine.do(at_device.kernel_runs)),
             }  # fmt: skip
-        found["wrong"] = play.wrong
+            found["wrong"] = list(play.wrong)
+            print_result(found)
     return found

@@ -1,4 +1,5 @@
-"""One section of `bench gpu`, in a process of its own: `python -m elastic_reshard.bench.gpu_part NAME SETUP`."""
+"""One section of `bench gpu`, in a process of its own: `python -m elastic_reshard.bench.gpu_part NAME SETUP END`; END: of
+time.monotonic, which is one clock for all processes of a machine."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import json
 import os
 import platform
 import sys
+import time
+from dataclasses import replace
 from importlib import metadata
 from typing import Any, Final
 
@@ -16,17 +19,17 @@ from elastic_reshard.protocol.mps import mps_running
 
 __all__ = ["SECTIONS", "run"]
 
-# By importance: (name, seconds it may take).
+# By importance: (seconds it may take on one GPU; twice as many on several; seconds that are left for it by those before it).
 SECTIONS: Final = {
-    "environment": 30.0,
-    "limits": 40.0,
-    "pulls": 60.0,
-    "model": 80.0,
-    "m2n": 110.0,
-    "share": 80.0,
-    "domains": 60.0,
-    "recover": 80.0,
-    "survive": 40.0,
+    "environment": (25.0, 4.0),
+    "limits": (40.0, 8.0),
+    "pulls": (50.0, 12.0),
+    "model": (80.0, 30.0),
+    "share": (150.0, 60.0),
+    "domains": (90.0, 35.0),
+    "recover": (100.0, 40.0),
+    "survive": (60.0, 20.0),
+    "m2n": (110.0, 30.0),
 }
 _PACKAGES: Final = ("torch", "cuda-bindings", "nccl4py", "nccl-extensions", "nvidia-nccl-cu13", "numpy")
 
@@ -105,7 +108,9 @@ def _limits(setup: GpuSetup) -> dict[str, Any]:
 def main() -> None:
     """The process."""
     until_told()
-    print_result(run(sys.argv[1], GpuSetup(**json.loads(sys.argv[2]))))
+    setup = GpuSetup(**json.loads(sys.argv[2]))
+    left = float(sys.argv[3]) - time.monotonic()
+    print_result(run(sys.argv[1], replace(setup, seconds=max(1.0, left))))
 
 
 if __name__ == "__main__":

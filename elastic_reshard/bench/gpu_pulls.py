@@ -18,6 +18,7 @@ from elastic_reshard.arena.strided import Strided, contiguous_strides
 from elastic_reshard.bench import gpu_values
 from elastic_reshard.bench.gpu_rank import Place, empty
 from elastic_reshard.bench.gpu_setup import GpuSetup, many_small, model_layouts
+from elastic_reshard.bench.gpu_ways import FAILURES, failure, run_ways
 from elastic_reshard.bench.synthetic import Layouts
 from elastic_reshard.errors import ReshardError
 from elastic_reshard.layout import Box, ModelLayout
@@ -36,12 +37,13 @@ def measure(setup: GpuSetup) -> dict[str, Any]:
     device = device_at(place)
     layouts, told = model_layouts(setup)
     found: dict[str, Any] = {"model": told, "of rank": 0}
-    found["full list"] = _pulls(setup, device, place, layouts)
-    found["many small"] = _pulls(setup, device, place, many_small(setup))
-    found["many small"]["tensors"] = len(many_small(setup).destination)
-    found["register host"] = _register(device, setup.nbytes(2 << 30))
-    found["wrong"] = [*found["full list"].pop("wrong"), *found["many small"].pop("wrong")]
-    return found
+    small = many_small(setup)
+    ways = {
+        "full list": lambda: _pulls(setup, device, place, layouts),
+        "many small": lambda: _pulls(setup, device, place, small) | {"tensors": len(small.destination)},
+        "register host": lambda: _register(device, setup.nbytes(2 << 30)),
+    }
+    return run_ways(setup.seconds, ways, found)
 
 
 def device_at(place: Place) -> Device:
@@ -124,8 +126,11 @@ def _pulls(setup: GpuSetup, device: Device, place: Place, layouts: Layouts) -> d
         return run
 
     ways: dict[str, Callable[[], None]] = {how: launched(how) for how in ("kernel", "engine")}
-    with _reported(found, "graph"):
-        ways["graph"] = _graph(device, table, setup)
+    if setup.device == "cuda":
+        with _reported(found, "graph"):
+            ways["graph"] = _graph(device, table)
+    else:
+        found["graph"] = {"skipped": "CUDA graphs need a GPU"}
     for name, run in ways.items():
         gpu_values.poison(targets)
         _synchronize(setup.device)
@@ -147,17 +152,16 @@ def _reported(found: dict[str, Any], name: str) -> Iterator[None]:
     """A way that fails is reported, and the others go on."""
     try:
         yield
-    except (ReshardError, RuntimeError) as error:
-        found[name] = {"error": str(error)[:500]}
+    except FAILURES as error:
+        found[name] = failure(error)
 
 
-def _graph(device: Device, table: CopyTable, setup: GpuSetup) -> Callable[[], None]:
-    if setup.device != "cuda":
-        raise ReshardError("CUDA graphs need a GPU")
-    device.copy(table, device.current(), "kernel")  # uploads the table
+def _graph(device: Device, table: CopyTable) -> Callable[[], None]:
+    device.prepare(table)  # uploads it, which a capture can't
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # What other threads of this process ask the driver meanwhile is none of the capture's business.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         device.copy(table, device.current(), "kernel")
 
     def run() -> None:

@@ -15,7 +15,8 @@ __all__ = ["GpuSetup", "many_small", "model_layouts"]
 @dataclass(frozen=True)
 class GpuSetup:
     """model: of the catalog. device: "cuda", or "pretend" to try the program out. gpus: 0 with a pretended one. total: bytes of
-    a device's memory. seconds: of the whole run. scale: of sizes that are not the model's, for trying it out."""
+    a device's memory. seconds: of the whole run, or of a section in its own process. scale: of sizes that are not the model's,
+    for trying it out."""
 
     model: str = "Qwen3-4B"
     device: str = "cuda"

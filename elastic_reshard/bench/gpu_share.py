@@ -14,9 +14,10 @@ from elastic_reshard.bench.gpu_compute import Rates
 from elastic_reshard.bench.gpu_domains import network_of
 from elastic_reshard.bench.gpu_setup import GpuSetup
 from elastic_reshard.bench.gpu_stage import DeviceStage, Kit
+from elastic_reshard.bench.gpu_ways import run_ways
 from elastic_reshard.bench.play import Play
+from elastic_reshard.bench.stage import patience
 from elastic_reshard.bench.synthetic import transformer
-from elastic_reshard.errors import ReshardError
 
 __all__ = ["measure"]
 
@@ -33,11 +34,7 @@ def measure(setup: GpuSetup) -> dict[str, Any]:
         "movers, window paused": lambda: _carried(setup, setup.kit(window="paused", network=setup.network), "idle"),
         "host arenas over gloo": lambda: _carried(setup, setup.kit(stage="host", network="gloo"), ""),
     }
-    for name, run in kinds.items():
-        try:
-            found[name] = run()
-        except ReshardError as error:
-            found[name] = {"error": str(error)[-1500:]}
+    run_ways(setup.seconds, kinds, found)
     host = found["host arenas over gloo"].get("rate of alone")
     found["host arenas kept"] = None if host is None else host >= _HOST_RATE
     return found
@@ -92,7 +89,7 @@ def _carried(setup: GpuSetup, kit: Kit, window: str) -> dict[str, Any]:
         engine = play.engines[0]
         place = stage.place(engine, 0)
         alone = engine[0].do(at_device.compute, place, _seconds(setup))
-        call = engine[0].begin(at_device.compute_and_receive, place, 90.0, versions, window)
+        call = engine[0].begin(at_device.compute_and_receive, place, patience(90.0), versions, window)
         begun = time.monotonic()
         for _ in range(versions):
             play.version += 1
@@ -101,7 +98,7 @@ def _carried(setup: GpuSetup, kit: Kit, window: str) -> dict[str, Any]:
             if call.done():
                 break
         # What was superseded before it was installed is not installed: publish until the engine has had enough.
-        while not call.done(0.2) and time.monotonic() < begun + 90:
+        while not call.done(0.2) and time.monotonic() < begun + patience(90.0):
             play.version += 1
             play.trainer.do(on.fill, play.version)
             play.trainer.do(on.publish, play.version)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from elastic_reshard.bench import gpu_rank as on
 from elastic_reshard.bench import rank
-from elastic_reshard.bench.stage import Gang, Stage
+from elastic_reshard.bench.stage import PRELOAD, Gang, Stage
 from elastic_reshard.protocol.deadlines import Policies
 
 __all__ = ["DeviceStage", "Kit", "devices_here"]
+
+_LIBRARIES: Final = ("cuda.bindings.driver", "cuda.bindings.nvrtc", "nccl.core", "elastic_reshard.bench.gpu_rank")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class DeviceStage(Stage):
         self, kit: Kit, cell: int = 1 << 20, kits: Mapping[str, Kit] | None = None, late_after: float = 10.0
     ) -> None:
         super().__init__(cell, Policies(network=kit.network, late_after=late_after))
+        if kit.device == "cuda":  # seconds in each member otherwise; none of them touches a GPU when it is imported
+            self._context.set_forkserver_preload([*PRELOAD, *_LIBRARIES])
         self.kit, self._kits = kit, dict(kits or {})
         self._number: dict[str, int] = {}
 

@@ -1,7 +1,8 @@
 """Parts of a measuring program, each in a process of its own under a deadline: what hangs or crashes is ended and reported, and
 the rest goes on.
 
-A part is `python -m MODULE ...` whose last line of output is one JSON document. Everything that it started, whatever became of
+A part is `python -m MODULE ...` whose last whole line of output is one JSON document: it may print what it has so far, and all
+of it at the end. Everything that it started, whatever became of
 its parents, is known by a variable of its environment and has ended when `run_part` returns.
 """
 
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ _VARIABLE: Final = "ELASTIC_RESHARD_PART"
 _GRACE: Final = 8.0
 _GOES: Final = 6.0
 _TAIL: Final = 3000
+_LOOK: Final = 1.0  # seconds between two looks at what a part has said
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Outcome:
 
 
 def print_result(data: Any) -> None:
-    """The last thing a part does."""
+    """Tell what there is, all of it: the last thing a part does, and whenever it has something more."""
     sys.stdout.flush()
     print(json.dumps(data), flush=True)
 
@@ -66,24 +68,20 @@ def until_told() -> None:
     signal.signal(signal.SIGTERM, told)
 
 
-def run_part(arguments: Sequence[str], deadline: float) -> Outcome:
+def run_part(arguments: Sequence[str], deadline: float, so_far: Callable[[Any], None] = lambda data: None) -> Outcome:
     """Run `python -m *arguments`; at most `deadline` seconds, and some more to end what does not end itself. Never raises for
-    what the part does."""
+    what the part does. so_far: called with each document that it prints meanwhile."""
     mark, begun = secrets.token_hex(8), time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-m", *arguments],
             stdin=subprocess.DEVNULL, stdout=out, stderr=err, env={**os.environ, _VARIABLE: mark},
         )  # fmt: skip
-        late = _ended(process, deadline)
+        late = _ended(process, deadline, out, so_far)
         left = _rest(f"{_VARIABLE}={mark}")
         seconds = time.monotonic() - begun
         text, said = _text(out), _text(err)
-    lines = text.strip().splitlines()
-    try:
-        data = json.loads(lines[-1]) if lines else None
-    except json.JSONDecodeError:
-        data = None
+    data = _document(text)
     if late:
         return Outcome(data, f"not done in {deadline:g} s; it was ended. {_tail(said)}", seconds, left)
     if data is None or process.returncode:
@@ -91,19 +89,36 @@ def run_part(arguments: Sequence[str], deadline: float) -> Outcome:
     return Outcome(data, "", seconds, left)
 
 
-def _ended(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Wait for its end; True if it had to be ended."""
-    try:
-        process.wait(deadline)
-    except subprocess.TimeoutExpired:
-        process.terminate()
+def _document(text: str) -> Any:
+    """The last line that is a document; None if none is. Who was killed may have left half a line."""
+    for line in reversed(text.strip().splitlines()[-2:]):
         try:
-            process.wait(_GRACE)
+            return json.loads(line)
+        except json.JSONDecodeError:
+            continue
+    return None
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float, out: Any, so_far: Callable[[Any], None]) -> bool:
+    """Wait for its end; True if it had to be ended."""
+    deadline, seen = time.monotonic() + seconds, 0
+    while time.monotonic() < deadline:
+        try:
+            process.wait(min(_LOOK, max(0.0, deadline - time.monotonic())))
+            return False
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        return True
-    return False
+            size = os.fstat(out.fileno()).st_size
+        if size != seen:
+            seen, data = size, _document(os.pread(out.fileno(), size, 0).decode(errors="replace"))
+            if data is not None:
+                so_far(data)
+    process.terminate()
+    try:
+        process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return True
 
 
 def _rest(variable: str) -> tuple[str, ...]:

@@ -152,6 +152,9 @@ class _Watch:
         self._before(number)
         return True
 
+    def may_copy(self, number: int) -> bool:
+        return True
+
     def intact(self) -> bool:
         return True
 

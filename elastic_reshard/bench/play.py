@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from elastic_reshard.bench import rank as on
-from elastic_reshard.bench.stage import LIMIT, Call, Gang, Stage
+from elastic_reshard.bench.stage import Call, Gang, Stage, patience
 from elastic_reshard.bench.synthetic import Layouts
 from elastic_reshard.errors import ProtocolError, TransferTimeout
 from elastic_reshard.layout import ModelLayout
@@ -164,7 +164,7 @@ class Play:
     def publication(self, version: int | None = None) -> PublicationDoc:
         """Of a version (the last), from the view. TransferTimeout if there is none soon."""
         label = f"step-{version or self.version}"
-        deadline, revision = time.monotonic() + LIMIT, 0
+        deadline, revision = time.monotonic() + patience(), 0
         while time.monotonic() < deadline:
             view = self.stage.client.view(revision, 0.0 if not revision else 1.0)
             revision = view.revision
@@ -176,7 +176,7 @@ class Play:
     def running(self) -> TransferDoc | None:
         """The running transfer of the last version, once there is one; None if the version is committed before it was seen."""
         publication, revision = self.publication(), 0
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + patience()
         while time.monotonic() < deadline:
             view = self.stage.client.view(revision, 0.0 if not revision else 1.0)
             revision = view.revision
@@ -190,7 +190,7 @@ class Play:
 
     def idle(self) -> None:
         """Wait until no transfer is in hand."""
-        revision, deadline = 0, time.monotonic() + LIMIT
+        revision, deadline = 0, time.monotonic() + patience()
         while time.monotonic() < deadline:
             view = self.stage.client.view(revision, 0.0 if not revision else 1.0)
             revision = view.revision
@@ -249,7 +249,7 @@ class Play:
         the transfer was over first."""
         rounds = {member: r for member, r in self._rounds(doc).items() if member not in gone}
         total = sum(int(r.sum()) for r in rounds.values())
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + patience()
         while time.monotonic() < deadline:
             seen = {member: glance for member, glance in pages.look().items() if member in rounds}
             landed = sum(glance.received for glance in seen.values())

@@ -7,6 +7,7 @@ One pipe per process. Everything that the job started has ended when the stage i
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -32,17 +34,35 @@ from elastic_reshard.supervisor.client import SupervisorClient
 from elastic_reshard.supervisor.server import Options
 from elastic_reshard.watchdog.runtime import VARIABLE, running
 
-__all__ = ["LIMIT", "Actor", "Call", "Gang", "Stage", "until"]
+__all__ = ["LIMIT", "Actor", "Call", "Gang", "Stage", "patience", "until", "within"]
 
 T = TypeVar("T")
 LIMIT = 120.0  # seconds; only catches hangs
 _JOB = "bench"
+_end: ContextVar[float] = ContextVar("end", default=math.inf)
 _GOODBYE = 5.0
 PRELOAD = ("torch", "torch.distributed.tensor", "elastic_reshard.bench.rank", "elastic_reshard.supervisor.api")
 
 
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """All waits for processes of a stage that this context begins end after so many seconds at most: one that hangs costs the
+    measurements after it no more."""
+    token = _end.set(min(_end.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _end.reset(token)
+
+
+def patience(limit: float = LIMIT) -> float:
+    """Seconds that a wait may take here."""
+    return max(0.0, min(limit, _end.get() - time.monotonic()))
+
+
 def until(ready: Callable[[], T | None], what: str, limit: float = LIMIT, every: float = 0.001) -> T:
     """Wait until `ready` returns something true; looks each `every` seconds. TransferTimeout, saying what, after `limit`."""
+    limit = patience(limit)
     deadline = time.monotonic() + limit
     while not (found := ready()):
         if time.monotonic() > deadline:
@@ -63,7 +83,7 @@ class Call:
 
     def result(self, limit: float = LIMIT) -> Any:
         """Its result. Raises ReshardError with the traceback of what it raised, PeerLost, TransferTimeout."""
-        actor = self._actor
+        actor, limit = self._actor, patience(limit)
         if not actor.pipe.poll(limit):
             raise TransferTimeout(f"{actor.name} did not end {self._what} in {limit:g} s")
         try:
@@ -271,9 +291,13 @@ class Stage:
                 self._actors.remove(actor)
             if self.supervisor is not None:
                 with contextlib.suppress(ReshardError, OSError):  # then they are killed below
-                    self.supervisor.begin(on.stop_serving).result(_GOODBYE)
-            with contextlib.suppress(TransferTimeout):
-                until(lambda: not self._others(), "the job's processes go by themselves", _GOODBYE, 0.02)
+                    call = self.supervisor.begin(on.stop_serving)
+                    if call.done(_GOODBYE):
+                        call.result()
+            # Whatever `within` says: what does not go by itself was killed too early else.
+            deadline = time.monotonic() + _GOODBYE
+            while self._others() and time.monotonic() < deadline:
+                time.sleep(0.02)
         finally:
             for actor in self._actors:
                 actor.close()

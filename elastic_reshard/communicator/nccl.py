@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from elastic_reshard import interfaces
-from elastic_reshard.arena.device import Device, Stream
+from elastic_reshard.arena.device import Device, Event, Stream
 from elastic_reshard.arena.strided import Strided
 from elastic_reshard.communicator.base import Backend, Capabilities, Communicator, Name, check_configs
 from elastic_reshard.communicator.grouped import GroupedCommunicator
@@ -188,6 +188,10 @@ class _Nccl:
         self._lock = threading.Lock()
         self._inside = 0
         self._gone = False
+        # What groups reach, until all are done: memory that is given back while a kernel waits makes the driver wait for it.
+        self._held: list[object] = []
+        self._last: Stream | None = None
+        self._reached: Event | None = None  # the end of the last group, once that is on its stream
 
     @property
     def config(self) -> str:
@@ -223,6 +227,9 @@ class _Nccl:
     ) -> None:
         raw, handle = self._backend.library.raw, stream.handle
         with self._call("a group") as pointer:
+            self._let_go_of_what_is_done()
+            self._held += [piece for _, piece in (*sends, *receives)]
+            self._last, self._reached = stream, None
             raw.group_start()
             try:
                 for peer, piece in receives:
@@ -236,9 +243,15 @@ class _Nccl:
         raw = self._backend.library.raw
         with self._call("its state", activate=False) as pointer:
             state = int(raw.comm_get_async_error(pointer))
+            if state == _SUCCESS and self._last is not None:
+                self._reached, self._last = self._last.record(), None
             if state in (_SUCCESS, _IN_PROGRESS):
                 return state == _SUCCESS
             raise _failure("communicator", state, f"{raw.get_error_string(state)}; {raw.get_last_error(pointer)}")
+
+    def _let_go_of_what_is_done(self) -> None:
+        if self._reached is not None and self._reached.done():
+            self._held.clear()
 
     def shrink(self, name: Name, excluded: Sequence[int], deadline: float) -> _Nccl:
         with self._call(f"shrinking to {name}"):

@@ -9,12 +9,11 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+from elastic_reshard.arena.neighbours import fabric_of, reads
 from elastic_reshard.doctor.facts import Gpu, Gpus
 
 __all__ = ["gather_gpus", "nccl_version"]
 
-# NVML's nvmlGpuFabricState: not supported, not started, in progress, completed.
-_FABRIC: Final = {0: "", 1: "not started", 2: "in progress", 3: "completed"}
 _MPS: Final = "nvidia-cuda-mps"  # the kernel keeps 15 characters of a name
 
 
@@ -55,38 +54,21 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
         mig = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
     except nvml.NVMLError:  # a kind of GPU that has none
         mig = False
-    fabric, cluster, clique = _fabric(nvml, handle)
+    fabric, cluster, clique = fabric_of(nvml, handle)
     return Gpu(
         _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle)),
         int(nvml.nvmlDeviceGetMemoryInfo(handle).total), mig, fabric, cluster, clique,
     )  # fmt: skip
 
 
-def _fabric(nvml: Any, handle: Any) -> tuple[str, str, int]:
-    """(state, cluster, clique); ("", "", 0) outside a fabric that spans machines."""
-    if not hasattr(nvml, "nvmlDeviceGetGpuFabricInfoV"):
-        return "", "", 0
-    info = nvml.c_nvmlGpuFabricInfoV_t()
-    try:
-        nvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
-    except nvml.NVMLError:  # a driver or GPU that has none
-        return "", "", 0
-    cluster = bytes(ctypes.cast(info.clusterUuid, ctypes.POINTER(ctypes.c_ubyte * 16)).contents)
-    state = _FABRIC.get(int(info.state), f"unknown ({int(info.state)})")
-    # A single machine reports a completed fabric with no cluster.
-    if state == "completed" and not any(cluster):
-        return "", "", 0
-    return state, cluster.hex(), int(info.cliqueId)
-
-
 def _apart(nvml: Any, handles: list[Any]) -> tuple[tuple[int, int], ...]:
-    found = []
-    for a, one in enumerate(handles):
-        for b, other in enumerate(handles):
-            if a < b:
-                status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_READ)
-                found += [(a, b)] if status != nvml.NVML_P2P_STATUS_OK else []
-    return tuple(found)
+    """Pairs that can't read each other's memory, both ways, as far as the driver says."""
+    pairs = [(a, b) for a in range(len(handles)) for b in range(a + 1, len(handles))]
+    return tuple(
+        (a, b)
+        for a, b in pairs
+        if reads(nvml, handles[a], handles[b]) is False or reads(nvml, handles[b], handles[a]) is False
+    )
 
 
 def _mps() -> tuple[int, ...]:

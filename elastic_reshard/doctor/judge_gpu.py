@@ -80,7 +80,8 @@ def _near(gpus: Gpus) -> Iterator[Finding]:
         pairs = ", ".join(f"{a}-{b}" for a, b in gpus.apart[:16])
         yield Finding(
             "peer memory", "warn", f"GPUs {pairs} cannot read each other's memory",
-            "give them host labels of their own (a domain is GPUs that map each other), or look at nvidia-smi topo -p2p r",
+            "weights go between them by movers, as between hosts: GPUs that map each other's memory are a domain of their own. "
+            "If they should, look at nvidia-smi topo -p2p r",
         )  # fmt: skip
     else:
         yield Finding("peer memory", "ok", f"all {len(gpus.found)} GPUs read each other's memory")
@@ -104,7 +105,9 @@ def _fabric(gpus: Gpus) -> Iterator[Finding]:
             "NVLink fabric", "warn", said, "GPUs of one machine are in several cliques: see the fabric manager"
         )
     else:
-        yield Finding("NVLink fabric", "ok", said)
+        yield Finding(
+            "NVLink fabric", "ok", f"{said}; shown only: a domain is one host, as arenas are no fabric handles"
+        )
 
 
 def _nccl(facts: Facts) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from elastic_reshard.protocol.docs import (
     TicketDoc,
     VerdictDoc,
 )
-from elastic_reshard.protocol.messages import Fill, GroupSpec, Holding, Install, Landing, Statement
+from elastic_reshard.protocol.messages import Fill, GroupSpec, Holding, Install, Landing, Reach, Statement
 from elastic_reshard.protocol.view import Farewell, Heard, Told, View
 
 __all__ = ["MemberCore", "SlotState"]
@@ -64,6 +64,8 @@ class MemberCore:
         self.device = ""
         self.networks: dict[str, str] = {}
         self.window: Literal["anytime", "paused", "network"] = "anytime"
+        self.reach: Reach | None = None
+        self.label = ""  # of its domain, if its user gave one
         self.farewell: Farewell | None = None
         self.slots: list[SlotState] = []
         self.landing: Landing | None = None
@@ -84,6 +86,7 @@ class MemberCore:
             source=self.source, destination=self.destination, source_from=self.source_from,
             count_from=self.count_from, fills=fills, install=self.install, holding=self.holding, landing=self.landing,
             leaving=self.leaving, device=self.device, networks=self.networks, window=self.window,
+            reach=self.reach, domain=self.label,
         )  # fmt: skip
 
     def hear(self, said: Told | Heard | Farewell) -> bool:
@@ -127,6 +130,11 @@ class MemberCore:
     def me(self) -> MemberDoc | None:
         """This incarnation's document."""
         return self.view.members.get(self.member)
+
+    @property
+    def domain(self) -> str:
+        """The domain that this member is in, as the supervisor tells."""
+        return self.me.where if self.me is not None else self.host
 
     @property
     def my_group(self) -> GroupDoc | None:
@@ -277,18 +285,18 @@ class MemberCore:
     # -- landing
 
     def wants_landing(self) -> bool:
-        """Whether what this member installs may have to come from another host, so that it needs memory to land in."""
+        """Whether what this member installs may have to come from another domain, so that it needs memory to land in."""
         if "destination" not in self.roles:
             return False
-        members = self.view.members.values()
+        members, here = self.view.members.values(), self.domain
         sources = [m for m in members if "source" in m.roles and m.state in _HOLDING]
-        if any(m.host != self.host for m in sources):
+        if any(m.where != here for m in sources):
             return True
         docs = [p for p in self.view.publications.values() if p.state in _IN_USE]
-        hosts = {at.host for doc in docs for at in doc.sources} | {at.host for doc in docs for at in doc.landings}
-        if hosts - {self.host}:
+        domains = {at.where for doc in docs for at in doc.sources} | {at.where for doc in docs for at in doc.landings}
+        if domains - {here}:
             return True
-        return not sources and any(m.state is MemberState.LIVE and m.host != self.host for m in members)
+        return not sources and any(m.state is MemberState.LIVE and m.where != here for m in members)
 
     def landing_due(self) -> str | None:
         """The destination layout for which a landing arena is to be made now; None if none is wanted, or it is there."""
@@ -325,7 +333,7 @@ class MemberCore:
     # -- installing
 
     def installable(self) -> PublicationDoc | None:
-        """The committed publication, if this member's whole group does not serve it yet and has every byte on its hosts."""
+        """The committed publication, if this member's whole group does not serve it yet and has every byte in its domains."""
         doc = self.view.publications.get(self.view.committed)
         group = self.my_group
         if doc is None or doc.state is not PublicationState.COMMITTED or group is None or not self.admitted:
@@ -335,13 +343,13 @@ class MemberCore:
         return doc if group.serving_publication != doc.id and self._arrived(doc, group) else None
 
     def _arrived(self, doc: PublicationDoc, group: GroupDoc) -> bool:
-        """Whether all that each rank of the group needs is on its host, as far as the view shows it."""
+        """Whether all that each rank of the group needs is in its domain, as far as the view shows it."""
         for rank, name in enumerate(group.members):
             member = self.view.members.get(name)
-            host = member.host if member is not None else self.host
-            near = sum(source.host == host for source in doc.sources)
+            here = member.where if member is not None else self.domain
+            near = sum(source.where == here for source in doc.sources)
             landed = any(
-                at.host == host and at.layout == group.destination_layout and rank in at.ranks for at in doc.landed
+                at.where == here and at.layout == group.destination_layout and rank in at.ranks for at in doc.landed
             )
             # Replicas near may hold everything: only the supervisor knows, and says so by the group's state.
             replicas = near > 0 and group.state in _PERHAPS_COMPLETE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from elastic_reshard.errors import NotAMember, RefitTimeout
 from elastic_reshard.log import logger
@@ -14,12 +14,23 @@ from elastic_reshard.member.stage import Turns
 from elastic_reshard.protocol.view import Farewell, Heard, Told
 from elastic_reshard.watchdog.link import HostLink
 
-__all__ = ["Desk"]
+__all__ = ["Chores", "Desk"]
 
 T = TypeVar("T")
 _log = logger("member")
 # A wait looks again this often even if nobody called: nothing may depend on having seen an event.
 _LOOK = 1.0
+
+
+class Chores(Protocol):
+    """What is done in a thread of the user's that waits anyway, and not in ours: what touches a GPU."""
+
+    @property
+    def untidy(self) -> bool:
+        """Whether there is something to do. Called under the desk's lock; never waits."""
+
+    def tidy(self) -> None:
+        """Do some of it; soon back."""
 
 
 class Desk:
@@ -30,6 +41,7 @@ class Desk:
         self.changed = threading.Condition()
         self.turns = Turns(core.member, None)  # the member's window, once it has one
         self.link: HostLink | None = None
+        self.chores: Chores | None = None
         self.on_supervisor: Callable[[], None] | None = None  # another instance is heard; called under the lock
         self.on_view: Callable[[], None] | None = None  # something was heard; called under the lock
 
@@ -77,6 +89,22 @@ class Desk:
             if remaining <= 0:
                 raise RefitTimeout(late(), self.core.missing())
             self.changed.wait(min(remaining, _LOOK))
+
+    def await_tidily(self, ready: Callable[[], T | None], deadline: float, late: Callable[[], str]) -> T:
+        """As `wait`, but the caller holds no lock, and does chores in its thread whenever there are some meanwhile."""
+        while True:
+            with self.changed:
+                found = self.wait(lambda: self._found(ready()), deadline, late)
+            if found:
+                return found[0]
+            if self.chores is not None:
+                self.chores.tidy()
+
+    def _found(self, what: T | None) -> list[T] | None:
+        """What was waited for; nothing, if there are chores; None: wait on."""
+        if what is not None:
+            return [what]
+        return [] if self.chores is not None and self.chores.untidy else None
 
     def silence(self) -> str:
         """For messages: whether the supervisor can be heard at all."""

@@ -29,6 +29,7 @@ __all__ = ["Installer"]
 _log = logger("member")
 # The group's ticket ends a little before the call does, so that a survivor hears who was late instead of only being late.
 _MARGIN = 1.0
+_AT_ONCE = 4  # arenas that are unmapped before somebody is listened to again
 _SERVED = (PublicationState.MOVING, PublicationState.COMMITTED)
 
 
@@ -42,10 +43,12 @@ class Installer:
         self._readers: dict[str, SlotReader] = {}
         self._landing: dict[str, LandingReader] = {}
         self._request: Request | None = None
+        self._tidy_at: tuple[object, ...] = ()  # when nothing was found to be tidied
         self._registered: dict[str, Registered] = {}
         self.last: dict[str, Any] = {}
         body, fragment = puller.describe()
         stage.take(puller.device)
+        desk.chores = self
         self.lander = Lander(desk, remote, cell, stage.of(puller.device))
         self._telling, self.watching, self.receiving = (Telling(self.lander) for _ in range(3))
         remote.put_fragment(body, deadline)
@@ -128,7 +131,7 @@ class Installer:
                 reason = self._changed(prepared)
             hook("member.install.pulled")
         except ShardLost as error:  # nothing was read; one verdict for all ranks
-            reason = f"{core.member} cannot get all that it needs on host {core.host}: {error}"
+            reason = f"{core.member} cannot get all that it needs in domain {core.domain}: {error}"
         except BaseException as error:
             self._report(f"{type(error).__name__}: {error}", time.monotonic() - begun, nbytes)
             raise
@@ -161,7 +164,7 @@ class Installer:
             raise ReshardError(f"ticket {ticket.id} is for a publication that the view does not have; install again")
         source, _ = self._remote.layout(publication.layout, deadline)
         destination, correspondences = self._remote.layout(group.destination_layout, deadline)
-        here = [s for s in publication.sources if s.host == self._desk.core.host and s.member not in gone]
+        here = [s for s in publication.sources if s.where == self._desk.core.domain and s.member not in gone]
         origins = {s.rank: Origin(self._reader(s.arena, deadline), s.slot, s.generation) for s in here}
         landed: tuple[Landed, ...] = ()
         if len(here) < len(publication.sources):
@@ -174,10 +177,10 @@ class Installer:
     def _landed(
         self, publication: PublicationDoc, layout: str, gone: Collection[str], deadline: float
     ) -> tuple[Landed, ...]:
-        """What has come from other hosts: landing slots of this host in the group's layout, whichever group's they are."""
+        """What has come from other domains: landing slots of this one in the group's layout, whichever group's they are."""
         core, found = self._desk.core, []
         for at in publication.landings:
-            if at.host != core.host or at.layout != layout or at.member in gone:
+            if at.where != core.domain or at.layout != layout or at.member in gone:
                 continue
             if at.arena not in self._landing:
                 self._landing[at.arena] = LandingReader(*self._held(at.arena, deadline))
@@ -214,15 +217,52 @@ class Installer:
         """Unmap arenas that neither this publication nor one that may still be installed lies in: a mapping keeps a dead
         trainer's memory."""
         with self._desk.changed:
-            docs = [p for p in self._desk.core.view.publications.values() if p.state in _SERVED]
-        docs.append(publication)
+            dropped = self._dropped(publication)
+        for arena in dropped:
+            self._let_go(arena)
+
+    def _dropped(self, *more: PublicationDoc) -> list[str]:
+        """Mapped arenas in which nothing lies that may still be installed. The caller holds the desk's lock."""
+        docs = [*more, *(p for p in self._desk.core.view.publications.values() if p.state in _SERVED)]
         known = {at.arena for doc in docs for at in doc.sources} | {at.arena for doc in docs for at in doc.landings}
-        for arena in self._readers.keys() - known:
-            self._drop(self._readers.pop(arena))
-        for arena in self._landing.keys() - known:
-            self._drop(self._landing.pop(arena))
+        return [arena for arena in (*list(self._readers), *list(self._landing)) if arena not in known]
+
+    @property
+    def untidy(self) -> bool:
+        """Whether `tidy` has something to do. The caller holds the desk's lock; never waits."""
+        if self._busy.locked() or not (self._readers or self._landing):
+            return False
+        looked = (self._desk.core.view.instance, self._desk.core.view.revision, len(self._readers), len(self._landing))
+        if self._tidy_at != looked and not self._dropped():
+            self._tidy_at = looked
+        return self._tidy_at != looked
+
+    def tidy(self) -> None:
+        """Unmap some of the arenas that no version needs any more, in the caller's thread: a few at a time, as a GPU's may wait
+        for what runs there. Does nothing while an install is under way, which does it too."""
+        if not self._busy.acquire(blocking=False):
+            return
+        try:
+            with self._desk.changed:
+                dropped = self._dropped()[:_AT_ONCE]
+            for arena in dropped:
+                self._let_go(arena)
+            if dropped:
+                _log.info("install.unmapped", member=self._desk.core.member, arenas=dropped)
+        finally:
+            self._busy.release()
+
+    def _let_go(self, arena: str) -> None:
+        for held in (self._readers, self._landing):
+            reader = held.pop(arena, None)
+            if reader is not None:
+                self._drop(reader)
 
     def _drop(self, reader: SlotReader) -> None:
+        request = self._request
+        if request is not None:
+            needed = (*(o.reader for o in request.origins.values()), *(s.reader for s in request.landed))
+            self._request = None if reader in needed else request  # then it can't be rehearsed any more
         self._puller.forget(reader)
         registered = self._registered.pop(reader.arena_id, None)
         if registered is not None:

@@ -87,6 +87,7 @@ def join(
     destination_tensors: Tensors | None = None,
     destination_layout: ModelLayout | None = None,
     host: str | None = None,
+    domain: str | None = None,
     token: str | None = None,
     runtime: str | os.PathLike[str] | None = None,
     renumber: Mapping[int, int] | None = None,
@@ -106,8 +107,10 @@ def join(
         renamed or transposed parameters. renumber: group rank of each global rank that DTensors' meshes name.
     install: destinations: called with an iterator of (name, tensor), assembled one at a time in a buffer of at most
         `install_buffer` bytes, instead of filling `tensors` in place; needs `layout`.
-    host: label of this machine; members with one label share memory. token: the job's, else $ELASTIC_RESHARD_TOKEN, else what
-        the supervisor left in the runtime folder. runtime: that folder, where the host's watchdog has its socket.
+    host: label of this machine; members with one label share memory. domain: a label within it, instead of what the driver
+        says of GPUs: members with one label map each other's memory, with unlike ones weights go by movers. token: the job's,
+        else $ELASTIC_RESHARD_TOKEN, else what the supervisor left in the runtime folder. runtime: that folder, where the
+        host's watchdog has its socket.
     stage: where arenas lie. "auto": where the tensors are; "device": the same, refused for CPU tensors; "host": in host memory,
         registered with the GPU of the tensors, for engines without room there.
     window: when this member's mover may work. "paused": only inside `install`, `receive`, `Publication.wait`, a
@@ -127,6 +130,7 @@ def join(
     try:
         spec = GroupSpec(name=group.name, size=group.size, rank=group.rank)
         core = MemberCore(ids.member_id(name, ids.incarnation()), spec, wanted, label, os.getpid())
+        core.label = domain or ""
         core.statement()
     except ValidationError as error:
         raise LayoutError(f"names are 1 to 128 letters, digits, dots, dashes or underscores: {error}") from None
@@ -193,7 +197,7 @@ class Member:
         """Know what to state of the device, and make the window if there is to be one."""
         core = self._desk.core
         core.window, core.device = stated(window, stage), stage.device.id if stage.device is not None else ""
-        core.networks = networks_of(stage.device, arenas=stage.on_device)
+        core.networks, core.reach = networks_of(stage.device, arenas=stage.on_device), stage.reach()
         if stage.device is not None or core.window != "anytime":
             self._desk.turns = Turns(core.member, Window())
         _log.info("member.stage", member=core.member, device=core.device, window=core.window, networks=core.networks,
@@ -340,8 +344,7 @@ class Member:
 
         while True:
             with self._desk.turns.open(deadline):
-                with self._desk.changed:
-                    self._desk.wait(ready, deadline, late)
+                self._desk.await_tidily(ready, deadline, late)
                 result = self.install(max(0.1, deadline - time.monotonic()))
             if result["changed"]:
                 return int(result["weight_version"])
@@ -363,8 +366,7 @@ class Member:
                 return list(watcher.news()) or None
 
             try:
-                with self._desk.changed:
-                    found = self._desk.wait(news, deadline, lambda: "no event")
+                found = self._desk.await_tidily(news, deadline, lambda: "no event")
             except NotAMember:
                 return
             except RefitTimeout:

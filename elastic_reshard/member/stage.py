@@ -13,6 +13,7 @@ from elastic_reshard.arena.device import Device
 from elastic_reshard.arena.devices import device_of
 from elastic_reshard.errors import ArenaError, JoinRefused
 from elastic_reshard.log import logger
+from elastic_reshard.protocol.messages import Reach
 from elastic_reshard.protocol.mps import WHY, mps_running
 from elastic_reshard.protocol.window import Window
 
@@ -49,6 +50,15 @@ class Stage:
             if found:
                 raise JoinRefused(f"{self._member} cannot join on GPU {device.id} under CUDA MPS ({found}): {WHY}")
         self.device, self.on_device = device, self.wanted != "host"
+
+    def reach(self) -> Reach | None:
+        """What is stated of the device that arenas lie on; None if they lie in host memory. Some ms a device."""
+        if self.device is None or not self.on_device:
+            return None
+        near = self.device.neighbours()
+        return Reach(
+            device=self.device.id, peers=near.peers, apart=near.apart, cluster=near.cluster, clique=near.clique
+        )
 
     def of(self, device: Device | None) -> Device | None:
         """Where arenas of a side lie whose tensors are on `device`; None: in host memory."""

@@ -16,6 +16,7 @@ __all__ = [
     "MemberDoc",
     "MemberState",
     "PartyDoc",
+    "Placed",
     "PublicationDoc",
     "PublicationState",
     "SourceDoc",
@@ -68,18 +69,29 @@ class TransferState(StrEnum):
     BREAKING = "breaking"  # leave all operations at once; who does not is condemned
 
 
-class SourceDoc(Message):
+class Placed(Message):
+    """Something on a host. domain: its own within the host, "" where the host is one (`supervisor.domains`)."""
+
+    host: Name
+    domain: Text = ""
+
+    @property
+    def where(self) -> str:
+        """Its domain: members of one can map each other's arenas."""
+        return self.domain or self.host
+
+
+class SourceDoc(Placed):
     """One slot of a publication: rank `rank` of the source group wrote it."""
 
     member: str
     rank: Count
-    host: Name
     arena: str
     slot: Count
     generation: Count
 
 
-class LandingDoc(Message):
+class LandingDoc(Placed):
     """The slot of a landing arena in which a member, rank `rank` of `size`, lands or has landed its share of a publication's
     cells."""
 
@@ -87,17 +99,15 @@ class LandingDoc(Message):
     group: Name
     rank: Count
     size: Count = 0
-    host: Name
     layout: str
     arena: str
     slot: Count
 
 
-class LandedDoc(Message):
-    """A host that has every cell of a publication that these ranks of a destination layout need: in the landing slots of its
+class LandedDoc(Placed):
+    """A domain that has every cell of a publication that these ranks of a destination layout need: in the landing slots of its
     members, or in source slots there. by: the members whose slots these are."""
 
-    host: Name
     layout: str
     ranks: tuple[Count, ...]
     by: tuple[str, ...] = ()
@@ -105,7 +115,7 @@ class LandedDoc(Message):
 
 class PublicationDoc(Message):
     """One version on its way. ranks: of its source group, of which `sources` may be some. landings: slots of landing arenas
-    that hold some of it; landed: hosts in which all has arrived."""
+    that hold some of it; landed: domains in which all has arrived."""
 
     id: str
     weight_version: Count
@@ -136,7 +146,8 @@ class TransferDoc(Message):
     """Who moves what between domains in one epoch. The plan is a pure function of this document and the two kinds of
     layouts that it names; `plan` is its content id, and a mover whose own differs refuses before the first byte.
 
-    members: all that the plan knows, in order; hosts: of each, its domain. absent: positions of those that take no part.
+    members: all that the plan knows, in order; hosts: of each, its domain; machines: of each, its host, where a host has
+    several domains (else the same, and empty). absent: positions of those that take no part.
     The communicator's ranks are the present ones in order. source: whose layout is the publication's; destinations: those
     that land, and those that hold landed cells. landings: where each present destination member lands. basis: what had
     landed before, by member (`protocol.bits`). cell, message, staging: bytes, of PlanOptions. values: by member, what each
@@ -166,6 +177,12 @@ class TransferDoc(Message):
     reason: Text = ""
     network: Name = "gloo"
     paused: tuple[Count, ...] = ()
+    machines: tuple[Name, ...] = ()
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """Of each member, the host on which its mover runs."""
+        return self.machines or self.hosts
 
     @property
     def present(self) -> tuple[str, ...]:
@@ -176,17 +193,18 @@ class TransferDoc(Message):
         return tuple(m for position, m in enumerate(self.members) if position not in absent)
 
 
-class MemberDoc(Message):
-    """One incarnation. `leave_within`: seconds that it was given to leave when it was asked to; None if it was not."""
+class MemberDoc(Placed):
+    """One incarnation. `leave_within`: seconds that it was given to leave when it was asked to; None if it was not. fabric: the
+    NVLink fabric's "cluster/clique" that its GPU is in, "" for none: shown, no domain follows from it."""
 
     id: str
     group: Name
     rank: Count
     roles: frozenset[Role]
-    host: Name
     state: MemberState
     reason: Text = ""
     leave_within: float | None = None
+    fabric: Text = ""
 
 
 class TicketDoc(Message):

@@ -81,9 +81,13 @@ class Ready(BaseModel):
 
 class HostDoc(BaseModel):
     """A host. members: those that it has, by id; movers: what was last heard of the movers of these. drained: the seconds
-    that its members are given to leave, those that join later too; None if it is not drained."""
+    that its members are given to leave, those that join later too; None if it is not drained. domains: those that its members
+    are in. fabric: cliques of an NVLink fabric that they are in ("cluster/clique"), each with all hosts in it: only shown, as
+    a domain is within one host."""
 
     connected: bool
+    domains: list[str] = []
+    fabric: dict[str, list[str]] = {}
     members: dict[str, MemberState] = {}
     movers: dict[str, MoverSaid] = {}
     drained: float | None = None

@@ -1,4 +1,4 @@
-"""Where a publication's bytes lie, as far as can be known without planning: who can be read, which hosts have all. Pure."""
+"""Where a publication's bytes lie, as far as can be known without planning: who can be read, which domains have all. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from elastic_reshard.supervisor.state import Draft, Group, Publication
 
 __all__ = [
     "behind",
+    "domain_has",
     "has_all",
-    "host_has",
     "kept",
     "lacking",
     "nobody_has",
@@ -40,51 +40,51 @@ def reachable(draft: Draft, member: str) -> bool:
     return readable(draft, member) and draft.members[member].doc.host in draft.hosts
 
 
-def _sources_at(draft: Draft, publication: PublicationDoc, host: str) -> Sequence[SourceDoc]:
-    """The source slots on a host; sorted by host once a step, as there are many of both."""
+def _sources_at(draft: Draft, publication: PublicationDoc, domain: str) -> Sequence[SourceDoc]:
+    """The source slots in a domain; sorted by domain once a step, as there are many of both."""
     known = draft.memo.get(id(publication.sources))
     if known is None:
         found: dict[str, list[SourceDoc]] = {}
         for source in publication.sources:
-            found.setdefault(source.host, []).append(source)
+            found.setdefault(source.where, []).append(source)
         known = draft.memo[id(publication.sources)] = (publication.sources, found)
-    sources: Sequence[SourceDoc] = known[1].get(host, ())
+    sources: Sequence[SourceDoc] = known[1].get(domain, ())
     return sources
 
 
-def _covered(draft: Draft, publication: PublicationDoc, host: str) -> bool:
-    """The source slots on the host are enough for everything."""
-    here = frozenset(s.rank for s in _sources_at(draft, publication, host) if kept(draft, s.member))
+def _covered(draft: Draft, publication: PublicationDoc, domain: str) -> bool:
+    """The source slots in the domain are enough for everything."""
+    here = frozenset(s.rank for s in _sources_at(draft, publication, domain) if kept(draft, s.member))
     if len(here) == len(publication.sources):
         return True
     return bool(here) and draft.covers(publication.layout, here)
 
 
-def host_has(draft: Draft, publication: PublicationDoc, host: str, layout: str, ranks: Iterable[int]) -> bool:
-    """Whether everything that these ranks of a destination layout need lies on the host."""
+def domain_has(draft: Draft, publication: PublicationDoc, domain: str, layout: str, ranks: Iterable[int]) -> bool:
+    """Whether everything that these ranks of a destination layout need lies in the domain."""
     wanted = set(ranks)
-    return _covered(draft, publication, host) or any(
-        entry.host == host and entry.layout == layout and wanted <= set(entry.ranks) for entry in publication.landed
+    return _covered(draft, publication, domain) or any(
+        entry.where == domain and entry.layout == layout and wanted <= set(entry.ranks) for entry in publication.landed
     )
 
 
-def _by_host(draft: Draft, group: Group) -> Mapping[str, list[int]]:
-    """Ranks by host; looked up once a step for one set of members, whose hosts never change."""
+def _by_domain(draft: Draft, group: Group) -> Mapping[str, list[int]]:
+    """Ranks by domain; looked up once a step for one set of members, whose domains never change."""
     known = draft.memo.get(id(group.doc.members))
     if known is None:
         found: dict[str, list[int]] = {}
         for rank, member in draft.group_members(group):
-            found.setdefault(member.doc.host, []).append(rank)
+            found.setdefault(member.doc.where, []).append(rank)
         known = draft.memo[id(group.doc.members)] = (group.doc.members, found)
-    hosts: Mapping[str, list[int]] = known[1]
-    return hosts
+    domains: Mapping[str, list[int]] = known[1]
+    return domains
 
 
 def lacking(draft: Draft, group: Group, publication: PublicationDoc) -> list[str]:
-    """Hosts of the group that have not got everything its ranks there need."""
+    """Domains of the group that have not got everything its ranks there need."""
     layout = group.doc.destination_layout or ""
-    hosts = _by_host(draft, group)
-    return [host for host, ranks in hosts.items() if not host_has(draft, publication, host, layout, ranks)]
+    domains = _by_domain(draft, group)
+    return [domain for domain, ranks in domains.items() if not domain_has(draft, publication, domain, layout, ranks)]
 
 
 def has_all(draft: Draft, group: Group, publication: PublicationDoc) -> bool | None:
@@ -118,31 +118,33 @@ def nobody_has(draft: Draft, publication: PublicationDoc) -> str:
 
 
 def note_near(draft: Draft) -> None:
-    """Say of hosts on which replicas of the sources are enough that they have everything: members can't tell by themselves."""
+    """Say of domains in which replicas of the sources are enough that they have all: members can't tell by themselves."""
     for publication in list(draft.publications.values()):
         doc = publication.doc
-        if doc.state not in _SERVED or len({s.host for s in doc.sources}) == 1:
+        if doc.state not in _SERVED or len({s.where for s in doc.sources}) == 1:
             continue
         found = list(doc.landed)
         for group in draft.groups.values():
             layout = group.doc.destination_layout
-            for host, ranks in _by_host(draft, group).items() if layout is not None else ():
-                by = tuple(s.member for s in _sources_at(draft, doc, host) if readable(draft, s.member))
+            for domain, ranks in _by_domain(draft, group).items() if layout is not None else ():
+                near = [s for s in _sources_at(draft, doc, domain) if readable(draft, s.member)]
+                by = tuple(s.member for s in near)
                 if not by:
                     continue
-                here = [e for e in found if (e.host, e.layout) == (host, layout)]
+                here = [e for e in found if (e.where, e.layout) == (domain, layout)]
                 if any(set(ranks) <= set(e.ranks) for e in here) or len(by) == len(doc.sources):
                     continue
-                if _covered(draft, doc, host):
+                if _covered(draft, doc, domain):
                     ranks_ = tuple(sorted({*ranks, *(r for e in here for r in e.ranks)}))
                     found = [e for e in found if e not in here]
-                    found.append(LandedDoc(host=host, layout=layout or "", ranks=ranks_, by=by))
+                    at = near[0]
+                    found.append(LandedDoc(host=at.host, domain=at.domain, layout=layout or "", ranks=ranks_, by=by))
         if len(found) != len(doc.landed) or found != list(doc.landed):
             _replace(draft, publication, doc.landings, tuple(found))
 
 
 def prune(draft: Draft) -> None:
-    """Forget landings whose arenas are gone, and hosts that had all by somebody who can't be read any more."""
+    """Forget landings whose arenas are gone, and domains that had all by somebody who can't be read any more."""
     for publication in list(draft.publications.values()):
         doc = publication.doc
         if doc.state not in _SERVED or not (doc.landings or doc.landed):

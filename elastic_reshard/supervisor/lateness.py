@@ -35,7 +35,7 @@ def lacking_groups(publication: PublicationDoc, transfer: Transfer) -> set[str]:
     return {
         part.group
         for part in transfer.doc.landings
-        if part.rank not in landed_ranks(publication, part.host, part.layout)
+        if part.rank not in landed_ranks(publication, part.where, part.layout)
     }
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from elastic_reshard.protocol.docs import EraDoc, MemberDoc, MemberState
 from elastic_reshard.protocol.messages import Statement
+from elastic_reshard.supervisor.domains import domain_for
 from elastic_reshard.supervisor.events import Greeted, Leave, MemberEnded
 from elastic_reshard.supervisor.state import Draft, Group, Host, Member
 
@@ -106,11 +107,13 @@ def speak(draft: Draft, host: str, said: Statement) -> None:
             return
         doc = MemberDoc(
             id=said.member, group=said.group.name, rank=said.group.rank, roles=said.roles, host=host,
-            state=MemberState.JOINING,
+            state=MemberState.JOINING, domain=domain_for(draft, host, said),
+            fabric=said.reach.fabric if said.reach is not None else "",
         )  # fmt: skip
         member = Member(doc)
         draft.put_member(member)
-        draft.log("member.joining", member=doc.id, group=doc.group, rank=doc.rank, host=host)
+        apart = {"domain": doc.domain} if doc.domain else {}
+        draft.log("member.joining", member=doc.id, group=doc.group, rank=doc.rank, host=host, **apart)
         draft.waiting.append(doc.id)
     if member.said is not None and said.number < member.said.number:
         return

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from elastic_reshard.supervisor.domains import host_of
 from elastic_reshard.supervisor.events import Event, Happened
 from elastic_reshard.supervisor.gauges import gauges
 from elastic_reshard.supervisor.noticing import condemned_for, late_beats
@@ -83,6 +84,7 @@ SPECS: Final[Mapping[str, Spec]] = {
 IGNORED: Final = frozenset({
     "grow.admitting", "grow.cancelled", "grow.done", "grow.refused", "grow.waiting", "group.admitted", "group.counts_anew",
     "group.gone", "group.refused", "host.cut", "host.drained", "host.refused", "host.undrained", "layouts.awaited",
+    "layouts.forgotten",
     "member.joining", "member.leave_asked", "member.leaving",
     "member.live", "member.refused", "policies.changed", "publication.released", "supervisor.ended", "supervisor.recovered",
     "supervisor.started", "supervisor.term_raised", "ticket.adopted", "transfer.breaking", "transfer.forming",
@@ -128,7 +130,7 @@ def _over(fields: Fields, before: Job, after: Job) -> list[Update]:
     for mover in said:
         member = after.members.get(mover.member) or before.members.get(mover.member)
         for source, nbytes in mover.links.items() if member is not None else ():
-            links[source, member.doc.host if member is not None else ""] += nbytes
+            links[host_of(source), member.doc.host if member is not None else ""] += nbytes
     return [
         Update("transfers", 1.0, (outcome,)),
         Update("transfer_seconds", fields["seconds"], (outcome,)),

@@ -9,6 +9,7 @@ from elastic_reshard.plan import PlanOptions, transfer_digest
 from elastic_reshard.protocol.docs import (
     LandingDoc,
     PartyDoc,
+    Placed,
     PublicationDoc,
     PublicationState,
     TransferDoc,
@@ -52,10 +53,10 @@ def _slots(draft: Draft, publication: PublicationDoc) -> Mapping[str, int]:
 
 
 def can_land(draft: Draft, group: Group, publication: PublicationDoc) -> bool:
-    """Whether every rank on a host that lacks something has a landing arena of the job's cells, with a free slot."""
+    """Whether every rank in a domain that lacks something has a landing arena of the job's cells, with a free slot."""
     missing = lacking(draft, group, publication)
     for _, member in draft.group_members(group):
-        if member.doc.host not in missing:
+        if member.doc.where not in missing:
             continue
         landing = member.said.landing if member.said is not None else None
         if landing is None or landing.cell != draft.job.cell or not reachable(draft, member.doc.id):
@@ -70,26 +71,28 @@ class _Roster:
     """Members of a transfer by position."""
 
     members: list[str] = field(default_factory=list)
-    hosts: list[str] = field(default_factory=list)
+    domains: list[str] = field(default_factory=list)
+    machines: list[str] = field(default_factory=list)
     present: set[int] = field(default_factory=set)
     places: dict[str, int] = field(default_factory=dict)
 
-    def add(self, member: str, host: str, present: bool) -> int:
+    def add(self, member: str, at: Placed | None, present: bool) -> int:
         position = self.places.setdefault(member, len(self.members))
         if position == len(self.members):
             self.members.append(member)
-            self.hosts.append(host)
+            self.domains.append(at.where if at is not None else _NOWHERE)
+            self.machines.append(at.host if at is not None else _NOWHERE)
         if present:
             self.present.add(position)
         return position
 
     def nobody(self, what: str, rank: int) -> int:
         """A place for a rank that nobody has."""
-        return self.add(f"-.{what}.{rank}.{len(self.members)}", _NOWHERE, present=False)
+        return self.add(f"-.{what}.{rank}.{len(self.members)}", None, present=False)
 
 
 def _source(draft: Draft, roster: _Roster, publication: PublicationDoc, near: set[str] | None) -> PartyDoc:
-    """The source group. near: only those on these hosts take part; None: all."""
+    """The source group. near: only those in these domains take part; None: all."""
     ranks = {s.rank: s for s in publication.sources}
     size = max(publication.ranks, max(ranks) + 1)
     positions = []
@@ -98,8 +101,8 @@ def _source(draft: Draft, roster: _Roster, publication: PublicationDoc, near: se
         if source is None:
             positions.append(roster.nobody(publication.group, rank))
         else:
-            present = reachable(draft, source.member) and (near is None or source.host in near)
-            positions.append(roster.add(source.member, source.host, present))
+            present = reachable(draft, source.member) and (near is None or source.where in near)
+            positions.append(roster.add(source.member, source, present))
     return PartyDoc(group=publication.group, layout=publication.layout, members=tuple(positions))
 
 
@@ -111,19 +114,19 @@ def _wanted(draft: Draft, publication: PublicationDoc, groups: Iterable[Group]) 
         for rank, member in draft.group_members(group):
             landing = member.said.landing if member.said is not None else None
             slot = landing_slot(draft, publication, landing.arena) if landing is not None else None
-            if member.doc.host in missing and landing is not None and slot is not None:
+            if member.doc.where in missing and landing is not None and slot is not None:
                 found.append(LandingDoc(
                     member=member.doc.id, group=group.doc.name, rank=rank, size=group.doc.size, host=member.doc.host,
-                    layout=group.doc.destination_layout or "", arena=landing.arena, slot=slot,
+                    domain=member.doc.domain, layout=group.doc.destination_layout or "", arena=landing.arena, slot=slot,
                 ))  # fmt: skip
     return found
 
 
 def _holding(draft: Draft, publication: PublicationDoc, wanted: Sequence[LandingDoc]) -> list[LandingDoc]:
-    """Other landings of the same layouts that hold something and can be read: those of hosts that have everything, and those
+    """Other landings of the same layouts that hold something and can be read: those of domains that have everything, and those
     beside a wanted one. Elsewhere what is missing would be moved to them too, and nobody asked for that."""
     layouts = {part.layout for part in wanted}
-    beside = {(part.host, part.layout) for part in wanted}
+    beside = {(part.where, part.layout) for part in wanted}
     known = {part.member for part in wanted}
     found = []
     for part in publication.landings:
@@ -132,24 +135,24 @@ def _holding(draft: Draft, publication: PublicationDoc, wanted: Sequence[Landing
         useful = part.layout in layouts and part.member not in known
         if not (holds and useful and reachable(draft, part.member)):
             continue
-        if (part.host, part.layout) in beside or part.rank in landed_ranks(publication, part.host, part.layout):
+        if (part.where, part.layout) in beside or part.rank in landed_ranks(publication, part.where, part.layout):
             found.append(part)
     return found
 
 
-def landed_ranks(publication: PublicationDoc, host: str, layout: str) -> set[int]:
-    """Ranks of a layout that have everything on a host."""
-    return {r for e in publication.landed if (e.host, e.layout) == (host, layout) for r in e.ranks}
+def landed_ranks(publication: PublicationDoc, domain: str, layout: str) -> set[int]:
+    """Ranks of a layout that have everything in a domain."""
+    return {r for e in publication.landed if (e.where, e.layout) == (domain, layout) for r in e.ranks}
 
 
 def _spared(publication: PublicationDoc, wanted: Sequence[LandingDoc]) -> bool:
     """Whether peers of the joiners have landed everything they need, so that the sources need not send it again."""
     if publication.state is not PublicationState.COMMITTED:
         return False
-    beside_sources = {s.host for s in publication.sources}
-    hosts = {e.host for e in publication.landed} - beside_sources
+    beside_sources = {s.where for s in publication.sources}
+    domains = {e.where for e in publication.landed} - beside_sources
     return all(
-        any(part.rank in landed_ranks(publication, host, part.layout) for host in hosts - {part.host})
+        any(part.rank in landed_ranks(publication, domain, part.layout) for domain in domains - {part.where})
         for part in wanted
     )
 
@@ -165,7 +168,7 @@ def _parties(draft: Draft, roster: _Roster, landings: Sequence[LandingDoc]) -> l
             taken = {}
             places.append(taken)
             seats.append((part.group, part.layout, max(part.size, part.rank + 1), taken))
-        taken[part.rank] = roster.add(part.member, part.host, reachable(draft, part.member))
+        taken[part.rank] = roster.add(part.member, part, reachable(draft, part.member))
     return [
         PartyDoc(
             group=group, layout=layout,
@@ -180,7 +183,7 @@ def compose(draft: Draft, publication: Publication, groups: Sequence[Group]) -> 
     doc = publication.doc
     roster = _Roster()
     landings = _wanted(draft, doc, groups)
-    near = {part.host for part in landings} if _spared(doc, landings) else None
+    near = {part.where for part in landings} if _spared(doc, landings) else None
     source = _source(draft, roster, doc, near)
     landings += _holding(draft, doc, landings)
     parties = _parties(draft, roster, landings)
@@ -195,14 +198,15 @@ def compose(draft: Draft, publication: Publication, groups: Sequence[Group]) -> 
     message = max(1 << 20, draft.job.cell)
     options = PlanOptions(message=message, staging=max(64 << 20, 4 * message), cell=draft.job.cell, landing=True)
     plan = transfer_digest(
-        options, (doc.layout, source.members), [(p.layout, p.members) for p in parties], roster.hosts, absent, basis
+        options, (doc.layout, source.members), [(p.layout, p.members) for p in parties], roster.domains, absent, basis
     )
     present = [m for p, m in enumerate(roster.members) if p in roster.present]
     network, _ = choose(draft, doc.id, present)
     return TransferDoc(
         id=transfer_id(doc.id, draft.job.term, draft.serial + 1), publication=doc.id, epoch=draft.epoch,
-        state=TransferState.FORMING, members=tuple(roster.members), hosts=tuple(roster.hosts), absent=absent, source=source,
+        state=TransferState.FORMING, members=tuple(roster.members), hosts=tuple(roster.domains), absent=absent, source=source,
         destinations=tuple(parties), landings=tuple(landings), basis=basis, cell=options.cell, message=options.message,
         staging=options.staging, verify=draft.job.verify, plan=plan, network=network,
         paused=paused(draft, roster.members, present, network),
+        machines=tuple(roster.machines) if roster.machines != roster.domains else (),
     )  # fmt: skip

@@ -151,9 +151,12 @@ def _begin(draft: Draft, group: Group, era: EraDoc, seq: int, ready: dict[int, t
     draft.durable = True
     fills = [fill for _, fill in ready.values()]
     sources = tuple(
-        SourceDoc(member=m.doc.id, rank=rank, host=m.doc.host, arena=f.arena, slot=f.slot, generation=f.generation)
+        SourceDoc(
+            member=m.doc.id, rank=rank, host=m.doc.host, domain=m.doc.domain, arena=f.arena, slot=f.slot,
+            generation=f.generation,
+        )
         for rank, (m, f) in sorted(ready.items())
-    )
+    )  # fmt: skip
     metrics = {
         "publish_stall": max(f.stall for f in fills), "published_bytes": float(sum(f.nbytes for f in fills)),
         "membership_epoch": float(draft.membership_epoch),

@@ -12,6 +12,7 @@ from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, MemberState, Publ
 from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.answers import GroupProgress, Growth, HostDoc, ProgressDoc
 from elastic_reshard.supervisor.app import Shell
+from elastic_reshard.supervisor.domains import cliques
 from elastic_reshard.supervisor.picture import cells_of
 from elastic_reshard.supervisor.state import Growing, Publication
 
@@ -58,9 +59,14 @@ def hosts_of(shell: Shell) -> dict[str, HostDoc]:
         host: HostDoc(connected=host in shell.feeds, drained=job.drained.get(host))
         for host in sorted({*job.hosts, *shell.feeds, *job.drained, *(m.doc.host for m in job.members.values())})
     }
+    fabric = cliques(m.doc for m in job.members.values() if m.kept)
     for name, member in job.members.items():
         host = hosts[member.doc.host]
         host.members[name] = member.doc.state
+        if member.kept and member.doc.where not in host.domains:
+            host.domains.append(member.doc.where)
+        if member.kept and member.doc.fabric:
+            host.fabric[member.doc.fabric] = list(fabric[member.doc.fabric])
         if name in job.movers:
             host.movers[name] = job.movers[name]
     return hosts

@@ -1,4 +1,4 @@
-"""Transfers between hosts: begun, watched, broken, finished. Pure; part of `core.step`.
+"""Transfers between domains: begun, watched, broken, finished. Pure; part of `core.step`.
 
 One is in hand at a time. It is one epoch's attempt to land what a publication lacks somewhere; what it does not finish, the
 next one takes up from the ledgers. A broken one is left in one way: all movers out, or proved dead; then the next is formed
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from elastic_reshard.protocol.docs import LandedDoc, PublicationState, TransferState
+from elastic_reshard.protocol.docs import LandedDoc, Placed, PublicationState, TransferState
 from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.events import Abandon, Ledgered, Moved
 from elastic_reshard.supervisor.holdings import reachable
@@ -301,23 +301,28 @@ def _end(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid], whole:
 
 
 def _landed(publication: Publication, transfer: Transfer) -> tuple[LandedDoc, ...]:
-    """Hosts that have everything now, with the ranks they have it for, and who has it for them."""
-    before = {(entry.host, entry.layout): entry for entry in publication.doc.landed}
+    """Domains that have everything now, with the ranks they have it for, and who has it for them."""
+    before = {(entry.where, entry.layout): entry for entry in publication.doc.landed}
     ranks = {where: set(entry.ranks) for where, entry in before.items()}
     by = {where: set(entry.by) for where, entry in before.items()}
     present = set(transfer.doc.present)
+    places: dict[str, Placed] = {entry.where: entry for entry in publication.doc.landed}
     sources: dict[str, set[str]] = {}
     for source in publication.doc.sources:
         if source.member in present:
-            sources.setdefault(source.host, set()).add(source.member)
+            sources.setdefault(source.where, set()).add(source.member)
     for part in transfer.doc.landings:
-        where = (part.host, part.layout)
+        where = (part.where, part.layout)
+        places[part.where] = part
         ranks.setdefault(where, set()).add(part.rank)
-        by[where] = by.get(where, set()) | sources.get(part.host, set()) | {part.member}
+        by[where] = by.get(where, set()) | sources.get(part.where, set()) | {part.member}
     return tuple(
-        LandedDoc(host=where[0], layout=where[1], ranks=tuple(sorted(found)), by=tuple(sorted(by[where])))
+        LandedDoc(
+            host=places[where[0]].host, domain=places[where[0]].domain, layout=where[1], ranks=tuple(sorted(found)),
+            by=tuple(sorted(by[where])),
+        )
         for where, found in sorted(ranks.items())
-    )
+    )  # fmt: skip
 
 
 def _count_fruitless(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> None:

@@ -352,7 +352,7 @@ class House:
         """Whether a transfer needs what those who are gone have here: as long as the supervisor says so, and it is heard."""
         moving = {p.id for p in self.view.publications.values() if p.state is PublicationState.MOVING}
         parts = [s.host for p in self.view.publications.values() if p.id in moving for s in p.sources]
-        parts += [host for t in self.view.transfers.values() for host in t.hosts]
+        parts += [host for t in self.view.transfers.values() for host in t.seats]
         return self.obeyed and self.host in parts
 
     def _away(self) -> Iterable[str]:

@@ -16,4 +16,5 @@ def device(request: pytest.FixtureRequest) -> Device:
         pytest.skip("no CUDA device")
     found = first_device(request.param)
     warm(found)
+    found.neighbours()
     return found

@@ -381,3 +381,37 @@ def test_a_strided_array_is_cut_as_numpy_cuts() -> None:
         with pytest.raises(ArenaError):
             call()
     assert isinstance(s.transpose((2, 0, 1)), Strided)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_copies_are_captured_into_a_graph_and_replayed(device: Device) -> None:
+    source, target = (torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in ((64, 96), (40, 80)))
+    table = CopyTable.of([(strided_of(target)[0:40, 0:80], strided_of(source)[3:43, 5:85])])
+    with pytest.raises(ArenaError, match="prepare"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        device.copy(table, device.current())
+    device.prepare(table)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # in the strictest mode
+        device.copy(table, device.current())
+    assert not target.any(), "nothing runs while it is captured"
+    for version in (1, 2):
+        source.copy_(torch.arange(64 * 96, dtype=torch.int32).view(64, 96) + version)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(target, source[3:43, 5:85])
+    device.copy(table, device.current())
+    device.current().record().synchronize()  # looks through what was launched: no captured event is left among it
+    assert torch.equal(target, source[3:43, 5:85])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_a_gpu_knows_its_neighbours(device: Device) -> None:
+    from elastic_reshard.arena.driver import uuid_of
+
+    near = device.neighbours()
+    assert device.id not in (*near.peers, *near.apart)
+    for other in range(1, torch.cuda.device_count()):
+        can = torch.cuda.can_device_access_peer(0, other)
+        assert (uuid_of(other) in near.peers, uuid_of(other) in near.apart) == (can, not can)

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_reshard.bench import gpu_pulls, gpu_values, guarded, values
+from elastic_reshard.bench import gpu_pulls, gpu_values, gpu_ways, guarded, values
 from elastic_reshard.bench.census import started_with
-from elastic_reshard.bench.gpu import SECTIONS, figures, measure_gpu, right, setup_here
+from elastic_reshard.bench.gpu import SECTIONS, failed, figures, measure_gpu, right, setup_here
 from elastic_reshard.bench.gpu_setup import GpuSetup, many_small, model_layouts
+from elastic_reshard.bench.gpu_ways import run_ways
+from elastic_reshard.bench.stage import until
 from elastic_reshard.errors import CatalogError, LayoutError
 from elastic_reshard.layout import Mesh, ModelLayout, Replicate, Shard, TensorLayout
 
@@ -84,19 +86,20 @@ time.sleep(600)
 
 def test_pulls_of_a_model_are_bit_exact_each_way() -> None:
     found = gpu_pulls.measure(TINY)
-    assert found["wrong"] == []
     for part in ("full list", "many small"):
+        assert found[part]["wrong"] == []
         assert found[part]["kernel"]["ms"] > 0
         assert found[part]["engine"]["ms"] > 0
-        assert "need a GPU" in found[part]["graph"]["error"], "a way that fails is reported beside the others"
+        assert "need a GPU" in found[part]["graph"]["skipped"]
 
 
 def test_a_run_reports_what_it_was_asked_for_and_what_it_could_not_do() -> None:
     said: list[str] = []
     found = measure_gpu(TINY, said.append, ["environment", "m2n"])
-    assert said == ["environment", "m2n"]
+    assert [word.partition(" ")[0] for word in said] == ["environment", "m2n"]
     assert found["environment"]["cores"] >= 1
-    assert "needs a GPU" in found["m2n"]["error"]
+    assert "needs a GPU" in found["m2n"]["skipped"]
+    assert found["failed"] == []
     assert found["right"]
     assert {row["kept"] for row in found["figures"]} == {None}
     json.dumps(found)
@@ -105,6 +108,42 @@ def test_a_run_reports_what_it_was_asked_for_and_what_it_could_not_do() -> None:
 def test_what_is_begun_without_time_left_is_said_to_be_so() -> None:
     found = measure_gpu(GpuSetup("tiny", "pretend", 0, seconds=1.0, scale=0.01), lambda _: None)
     assert all("not begun" in found[name]["error"] for name in SECTIONS)
+    assert found["failed"] == list(SECTIONS)
+
+
+def test_what_a_section_had_told_is_kept_when_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+import time
+print('{"first": {"ms": 1}}', flush=True)
+print('{"first": {"ms": 1}, "second": {"m', end="", flush=True)
+time.sleep(600)
+"""
+    told: list[Any] = []
+    outcome = guarded.run_part(_program(tmp_path, monkeypatch, text), 2.5, told.append)
+    assert outcome.data == {"first": {"ms": 1}}, "half a line is none"
+    assert told == [{"first": {"ms": 1}}], "it was told before the end"
+    assert outcome.error.startswith("not done")
+
+
+def test_a_way_that_fails_or_hangs_does_not_cost_the_others(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs() -> dict[str, Any]:
+        until(lambda: False, "nothing")
+        return {}
+
+    def crashes() -> dict[str, Any]:
+        return {"ms": {}[1]}
+
+    monkeypatch.setattr(gpu_ways, "_LEAST", 0.1)
+    begun = time.monotonic()
+    found = run_ways(2.0, {"hangs": hangs, "crashes": crashes, "right": lambda: {"ms": 1.0}}, {})
+    assert 0.5 < time.monotonic() - begun < 2.0
+    assert "TransferTimeout: waited" in found["hangs"]["error"]
+    assert "KeyError" in found["crashes"]["error"]
+    assert found["right"]["ms"] == 1.0
+    assert [len(json.loads(line)) for line in capfd.readouterr().out.splitlines()] == [1, 2, 3], "each is told at once"
+    assert failed({"share": found, "rows": [{"error": "x"}]}) == ["share/hangs", "share/crashes", "rows/0"]
 
 
 def test_wrong_bytes_anywhere_make_a_run_wrong() -> None:

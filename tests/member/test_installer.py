@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from elastic_reshard.arena.copies import raw
-from elastic_reshard.errors import ArenaError, GroupBroken
+from elastic_reshard.errors import ArenaError, GroupBroken, NothingInstallable
 from elastic_reshard.layout import ModelLayout
 from elastic_reshard.member.installer import Installer
 from elastic_reshard.member.puller import Prepared, Puller
@@ -167,7 +168,7 @@ def test_a_slot_that_was_reset_before_is_not_read_and_the_missing_tensors_are_na
     engine.other.writers[1].begin("p9")
     broken = engine.install(1)
     assert isinstance(broken, GroupBroken)
-    assert "host h" in str(broken)
+    assert "domain h" in str(broken)
     assert "w " in str(broken)
     assert not any(raw(t).any() for t in engine.live.values())
     engine.publish(2)
@@ -235,3 +236,29 @@ def test_no_memory_to_land_in_is_told_by_the_next_install(engine: Engine) -> Non
         assert isinstance(refused, ArenaError)
         assert "landing arena" in str(refused)
     assert not engine.core.install.asking
+
+
+def test_arenas_that_no_version_needs_are_unmapped_between_installs(engine: Engine) -> None:
+    engine.publish(1)
+    assert engine.install(1)["changed"]
+    with engine.desk.changed:
+        assert not engine.installer.untidy
+    held = {*engine.installer._readers, *engine.installer._landing}
+    assert held
+    engine.tell(publications={"p1": None}, committed="")
+    with engine.desk.changed:
+        assert engine.installer.untidy
+    with engine.installer._busy:  # an install is under way: it is its matter
+        with engine.desk.changed:
+            assert not engine.installer.untidy
+        engine.installer.tidy()
+    assert held == {*engine.installer._readers, *engine.installer._landing}
+    found = engine.desk.await_tidily(
+        lambda: "over" if not engine.installer._readers else None, time.monotonic() + 10, str
+    )
+    assert found == "over", "whoever waits does it meanwhile"
+    assert not engine.installer._landing
+    with engine.desk.changed:
+        assert not engine.installer.untidy
+    with pytest.raises(NothingInstallable):
+        engine.installer.rehearse()

@@ -310,9 +310,13 @@ def test_hosts_and_the_transfer_in_hand_are_shown(start: Start) -> None:
             "members": {name(0): "live", name(1): "live"},
             "movers": {name(0): said.model_dump(mode="json")},
             "drained": None,
+            "domains": ["a"],
+            "fabric": {},
         }
         engine_ = {name(0, group="engine"): "live"}
-        assert found["b"] == {"connected": True, "members": engine_, "movers": {}, "drained": None}
+        assert found["b"] == {
+            "connected": True, "members": engine_, "movers": {}, "drained": None, "domains": ["b"], "fabric": {},
+        }  # fmt: skip
     until(lambda: not call(supervisor, "GET", "/v1/hosts").json()["b"]["connected"], "host b is cut")
 
 

@@ -60,6 +60,15 @@ def test_a_job_that_has_all_it_wants_waits_for_nothing() -> None:
             "publish t-0 one\nmover t-0,e-0,e-1 ready\nmover t-0,e-0 running\nmover e-1 running waits=e-0",
             "transfer of epoch 2", "e-1 waits for cells of e-0; broken off if none comes", "calm", 6.0,
         ),
+        (
+            "publish t-0 one\nmover t-0,e-0,e-1 ready\nmover t-0,e-0,e-1 running\nmover t-0 running waits=e-0 window=1",
+            "transfer of epoch 2", "the window of e-0 is closed: it computes, and t-0 waits for it; left behind then", "calm",
+            30.0,
+        ),
+        (
+            "publish t-0 one\nmover t-0,e-0,e-1 ready\nmover e-0,e-1 running\nmover t-0 running waits=t-0 window=1",
+            "transfer of epoch 2", "the window of t-0 is closed: it computes", "calm", None,
+        ),
         ("publish t-0 one\npublish t-0 two", "t", "its newest publish waits for the version that moves", "calm", None),
         ("grow", "grow g", "who joins is held until 2 groups are there", "calm", 60.0),
     ],
