@@ -136,6 +136,8 @@ def test_the_membership_is_changed_by_commands(shell: Shell) -> None:
             "members": {name(0): "live", name(1): "live"},
             "movers": {},
             "drained": None,
+            "domains": ["a"],
+            "fabric": {},
         }
         host.admitted([engine])
         assert shell("grow", "--groups", "1", "--name", "one") == (0, "admitted: engine\n", "")

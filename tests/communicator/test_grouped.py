@@ -42,7 +42,10 @@ def epochs(me: Rank, kind: str) -> list[Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_epochs_form_exchange_and_end(kind: str, size: int) -> None:
-    assert run_ranks(epochs, size, kind, group=False, timeout=patience(kind)) == [[([True] * 3, 0, True)] * 3 + [()]] * size
+    assert (
+        run_ranks(epochs, size, kind, group=False, timeout=patience(kind))
+        == [[([True] * 3, 0, True)] * 3 + [()]] * size
+    )
 
 
 def changed(me: Rank, kind: str) -> dict[str, Any]:

@@ -152,6 +152,9 @@ def test_movers_stay_off_their_devices_while_a_peer_computes(make_world: Callabl
     world = make_world(hooks={}, stall=3.0, form=60.0, late_after=120.0)
     trainer, busy, other = world.trainer(hosts=["a"]), world.engine(0, hosts=["b"]), world.engine(1, hosts=["c"])
     joined((trainer, on_device), (busy, on_device), (other, on_device))
+    trainer.publish("s0")  # after which all have their landing arenas, and one transfer is for both engines
+    received = [*trainer.begin(on.committed, "s0", 60.0), *busy.begin(on.receive, 60.0), *other.begin(on.receive, 60.0)]
+    assert results(received) == [1] * 6
     trainer.publish("s1")
     receiving = other.begin(on.receive, 60.0)
     assert max(trainer.do(in_and_out)) < 2.0, "who waits for a peer's window has nothing on the device"
@@ -159,7 +162,7 @@ def test_movers_stay_off_their_devices_while_a_peer_computes(make_world: Callabl
     waits_for_window(world, busy, *trainer, *other)
     time.sleep(seconds)
     waits_for_window(world, busy, *trainer, *other)
-    assert (busy.receive("s1"), results(receiving), results(waiting)) == (1, [1, 1], [1, 1])
+    assert (busy.receive("s1"), results(receiving), results(waiting)) == (2, [2, 2], [2, 2])
     other.holds("s1")
     assert world.events("transfer.breaking") == world.events("group.left_behind") == []
     hold = world.hold("mover.round")
@@ -167,7 +170,7 @@ def test_movers_stay_off_their_devices_while_a_peer_computes(make_world: Callabl
     waiting = [*trainer.begin(on.committed, "s2", 60.0), *busy.begin(on.receive, 60.0), *other.begin(on.receive, 60.0)]
     kill(*hold.has(busy[1].id).values())
     hold.release()
-    assert results(waiting) == [2] * 6
+    assert results(waiting) == [3] * 6
     busy.holds("s2")
     other.holds("s2")
     assert len(world.events("transfer.breaking")) == 1, "one loss is one rebuild"
