@@ -50,6 +50,11 @@ def engine(number: int, url: str, runtime: str, told: Connection) -> None:
             return
 
 
+def say(*words: object) -> None:
+    """A whole line at once: two threads print."""
+    print(" ".join(map(str, words)) + "\n", end="", flush=True)
+
+
 def listen(notice: Path, host: str, url: str, token: str) -> None:
     """What runs on every machine: wait for its notice, and have it drained. Blocks until then."""
     while not notice.exists():
@@ -57,11 +62,11 @@ def listen(notice: Path, host: str, url: str, token: str) -> None:
     with er.SupervisorClient(url, token) as client:
         departure = client.drain(host, within=float(notice.read_text()))  # returns when all its members are out
         out = ", ".join(member.partition("@")[0] for member in departure.members)
-        print(f"host {host} is empty: {out} left", flush=True)
+        say(f"host {host} is empty: {out} left")
         # A version that some may still need can lie in its memory, until a newer one is committed.
         while client.drain(host, within=float(notice.read_text())).holding:
             time.sleep(0.05)
-    print(f"host {host} may be turned off", flush=True)
+    say(f"host {host} may be turned off")
 
 
 def main() -> None:
@@ -92,12 +97,12 @@ def main() -> None:
                 trainer.publish(label=f"step-{step}")
                 for pipe in staying:
                     while (said := pipe.recv())[1] != f"step-{step}":
-                        print(*said[:2], flush=True)
+                        say(*said[:2])
                     assert said[2] == step, "every weight is of that step"
-                    print(*said[:2], flush=True)
+                    say(*said[:2])
                 if step == 2:
                     notice.write_text("20")
-                    print(*pipes[1].recv()[:2], flush=True)
+                    say(*pipes[1].recv()[:2])
                     staying = pipes[:1]
         listener.join()
         with er.SupervisorClient(supervisor.url, supervisor.token) as client:

@@ -49,7 +49,7 @@ class Work(Protocol):
 
 
 class Handle:
-    """A call under way in a thread of its own. Tensors must not be touched until `wait` has returned."""
+    """A call under way in a thread of its own, from `start` on. Tensors must not be touched until `wait` has returned."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -57,6 +57,9 @@ class Handle:
         self._error: BaseException | None = None
         self._lock, self._done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-reshard", daemon=True)
+
+    def start(self) -> None:
+        """Begin. An interrupt may come out of it although the thread runs: whoever made it then abandons it."""
         self._thread.start()
 
     def _run(self) -> None:

@@ -92,10 +92,9 @@ def reshard(
         tuple(correspondences) if correspondences is not None else None, wire_dtype, verify, staging, message,
     )  # fmt: skip
     handle = Handle(_Call(member, asked, end))
-    if async_op:
-        return handle
     try:
-        return handle.wait()
+        handle.start()
+        return handle if async_op else handle.wait()
     except KeyboardInterrupt as error:
         handle.abandon(error)
         raise

@@ -8,6 +8,7 @@ import threading
 import time
 from typing import Any
 
+import pytest
 import torch
 
 from elastic_reshard.collective import Handle, Report
@@ -45,6 +46,7 @@ def cut_off(me: Rank) -> tuple[str, Any, float, bool]:
     endpoint = worlds.form(me, [0, 1])
     begun = time.monotonic()
     handle = Handle(Stream(me, endpoint))
+    handle.start()
     error = worlds.error_of(handle.wait)
     took = time.monotonic() - begun
     assert handle.done()
@@ -58,8 +60,8 @@ def test_a_message_that_gloo_forgets_does_not_hold_the_caller() -> None:
     assert took < DEADLINE - 3.0
 
 
-def interrupted(me: Rank) -> tuple[str, float]:
-    """Ctrl-C in a call whose partner does not come."""
+def interrupted(me: Rank, early: bool) -> tuple[str, float]:
+    """Ctrl-C in a call whose partner does not come. early: while its thread begins."""
     case = worlds.catalog_case("tiny", "fsdp1", "tp1")
     source, destination = (worlds.tensors(side, me.rank, "arena") for side in (case.source, case.destination))
     endpoint = worlds.form(me, [0, 1])
@@ -75,7 +77,15 @@ def interrupted(me: Rank) -> tuple[str, float]:
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    def begin(handle: Handle) -> None:
+        start(handle)
+        raise KeyboardInterrupt
+
+    start = Handle.start
+    if early:
+        Handle.start = begin  # type: ignore[method-assign]
+    else:
+        threading.Thread(target=interrupt).start()
     try:
         worlds.call(case, endpoint, source, destination)
     except KeyboardInterrupt:
@@ -85,8 +95,9 @@ def interrupted(me: Rank) -> tuple[str, float]:
     raise AssertionError("it went on")
 
 
-def test_an_interrupt_ends_the_call_at_once_and_frees_the_others() -> None:
-    (kind, took), (other, other_took) = run_ranks(interrupted, 2, group=False)
+@pytest.mark.parametrize("early", [False, True])
+def test_an_interrupt_ends_the_call_at_once_and_frees_the_others(early: bool) -> None:
+    (kind, took), (other, other_took) = run_ranks(interrupted, 2, early, group=False)
     assert kind == "KeyboardInterrupt"
     assert other in {PeerLost.__name__, TransferError.__name__}
     assert max(took, other_took) < 10.0
