@@ -60,6 +60,7 @@ def run(name: str, *words: str, limit: float = 100.0) -> list[str]:
     return done.stdout.strip().splitlines()
 
 
+@pytest.mark.long
 def test_preempt_notice() -> None:
     told = run("preempt_notice.py")
     served = [line for line in told if "serves" in line]
@@ -72,6 +73,7 @@ def test_preempt_notice() -> None:
     assert any(line.startswith("engine-2 leaves asked to leave within") for line in told)
 
 
+@pytest.mark.long
 def test_membership_api() -> None:
     told = run("membership_api.py")
     assert told == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import errno
+import logging
 import os
 import secrets
 import socket
@@ -36,6 +37,11 @@ _FAREWELL: Final = 1.0
 # Bytes. The planner takes no less; more would make a landing of one tensor all or nothing.
 _LEAST_CELL: Final = 16
 _MOST_CELL: Final = 1 << 30
+
+
+def _told(record: logging.LogRecord) -> bool:
+    """Whether uvicorn is to tell of it: not of connections that a supervisor's own end has cut off."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +217,7 @@ class Supervisor:
             access_log=False, ws_max_size=16 << 20, ws_ping_interval=None, ws_per_message_deflate=False,
             timeout_graceful_shutdown=1, server_header=False,
         )  # fmt: skip
+        logging.getLogger("uvicorn.error").addFilter(_told)
         server = uvicorn.Server(config)
         shell.record.add(
             "supervisor.started", {"job": self.job, "term": self.term, "instance": self.instance, "url": self.url}

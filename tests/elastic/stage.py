@@ -128,6 +128,14 @@ class Stage:
         ours = {e.fields["transfer"] for e in self.world.events("transfer.forming") if e.fields["publication"] == key}
         return [f"{e.event} {e.fields}" for e in self.world.events("") if e.fields.get("transfer") in ours]
 
+    def heard(self, label: str) -> set[str]:
+        """Members whose movers the supervisor has heard of in a transfer of it."""
+        ours = f"{self.publication(label).id}:"
+        with self.world.client() as client:
+            return {
+                m for h in client.hosts().values() for m, said in h.movers.items() if said.transfer.startswith(ours)
+            }
+
     def network(self, label: str) -> float:
         """Bytes that went over the network for it."""
         return float(self.publication(label).metrics["bytes_network"])

@@ -145,7 +145,8 @@ def test_devices_a_closed_window_and_a_gang_killed_after_publish(world: World) -
     assert world.events("transfer.breaking") == world.events("network.fallback") == []
 
 
-@pytest.mark.parametrize("seconds", [0.5, pytest.param(4.0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seconds", [0.5, 4.0])
 def test_movers_stay_off_their_devices_while_a_peer_computes(make_world: Callable[..., World], seconds: float) -> None:
     """One engine computes, for longer than a stall at last: the other members get their devices back at once, nothing is
     launched that waits for it, and nobody is blamed. Then a mover is killed when all were told to go, before they launch."""

@@ -369,6 +369,13 @@ class World:
             db.row_factory = sqlite3.Row
             return dict(db.execute("SELECT * FROM meta").fetchone())
 
+    def _nothing_left(self, spared: Callable[[str], bool]) -> None:
+        """AssertionError, naming it, if anything else is left in the runtime folder."""
+        deadline = time.monotonic() + 3.0
+        while left := [f for f in self._files() if not spared(f)]:
+            assert time.monotonic() < deadline, f"left in the runtime folder: {left}"
+            time.sleep(0.02)
+
     def _files(self) -> list[str]:
         # os.walk passes over folders that go meanwhile.
         found = (os.path.join(folder, name) for folder, _, names in os.walk(self.runtime) for name in names)
@@ -404,11 +411,7 @@ class World:
                 )
                 # Without a supervisor nobody says that the job is over: its place stays written down.
                 kept = {f"{self.job}/url", f"{self.job}/token"} if supervisor is None else set()
-                until(
-                    lambda: not {f for f in self._files() if "~nursery" not in f} - kept,
-                    f"nothing but {kept} is left in the runtime folder",
-                    3.0,
-                )
+                self._nothing_left(lambda f: f in kept or "~nursery" in f)
                 until(lambda: not set(self._files()) - kept, "the nursery, which lingers for 10 s, has gone", 12.0)
         finally:
             if supervisor is not None:

@@ -223,8 +223,9 @@ def test_a_mover_killed_between_go_and_launch_costs_one_epoch(victim: int) -> No
     left = [one for rank, one in enumerate(told) if rank != victim]
     assert told[victim] is None
     assert all(one["outcome"] in ("stopped", "failed") and one["held"] < 1.0 for one in left), left
-    # A source's bytes do not come; those for a destination may be on their way without it.
-    assert victim == BUSY or any(one["stuck"] for one in left)
+    # A source's bytes do not come; those for a destination may be on their way without it. With the starter (0) every line
+    # ends, for some before they launch.
+    assert victim in (0, BUSY) or any(one["stuck"] for one in left)
     assert all(world.wrong(m) == [] for m in world.landings)
     doc, publication = documents(world, 2, world.basis())
     again = w.run(at_once, world.parcels(doc, publication))
