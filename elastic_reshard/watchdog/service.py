@@ -115,7 +115,9 @@ class Service:
         return (found.st_ino, found.st_dev)
 
     def write_record(self) -> None:
-        """Tell a replacement whom we serve."""
+        """Tell a replacement whom we serve. Once we go it is the replacement's own record that lies there, or none."""
+        if self.done.is_set():
+            return
         members = {}
         for name, member in self.house.members.items():
             _, pid, start = self._pidfds.get(name, (-1, 0, 0))
@@ -141,8 +143,10 @@ class Service:
 
     def _judge(self) -> None:
         """Go, if there is nothing to guard any more."""
+        if self.done.is_set():
+            return
         now = self.loop.time()
-        why = "" if self.done.is_set() else self.house.departure(now)
+        why = self.house.departure(now)
         if not why:
             self._going_since = None
             self.movers.stay()
@@ -179,6 +183,8 @@ class Service:
 
     def drain(self) -> None:
         """SIGTERM: the host is to be emptied. The supervisor asks its members to leave; we go when they have, or in time."""
+        if self.done.is_set():
+            return
         now = self.loop.time()
         until = asked_until(self.paths, now) or now + self.deadlines.drain
         self.house.drain(until - now, now)

@@ -13,6 +13,7 @@ import pytest
 
 from elastic_reshard.errors import SupervisorUnreachable
 from elastic_reshard.protocol.deadlines import Deadlines
+from elastic_reshard.protocol.docs import MemberState
 from elastic_reshard.protocol.view import Farewell
 from elastic_reshard.watchdog.runtime import started
 from tests.watchdog.world import World, open_files, until
@@ -114,6 +115,25 @@ def test_it_goes_when_the_last_has_left_and_leaves_nothing(here: World) -> None:
     assert time.monotonic() - began < 2.0
     assert here.supervisor.ended(two.member), "the last words are said"
     assert not list(here.folder.rglob("*"))
+
+
+def test_what_it_hears_after_it_has_cleared_its_place_is_not_written_down(here: World, tmp_path: Path) -> None:
+    """It still says its last words then, and the next watchdog's record may lie there."""
+    gate = tmp_path / "gate"
+    agent = here.agent(hooks={"watchdog.exiting": {"wait": str(gate)}}).attached()
+    record = here.watchdog()
+    until(lambda: here.supervisor.latest(agent.member) >= 0)
+    agent.ask("leave")
+    until(Path(f"{gate}.reached").exists)
+    here.paths().make()  # it goes with its last file
+    here.supervisor.state_of(agent.member, MemberState.LOST)
+    neighbour = here.paths().folder / "another-host.lock"
+    neighbour.touch()
+    gate.touch()
+    until(lambda: not record.alive, 4.0)
+    assert here.supervisor.ended(agent.member), "the last words are said"
+    assert list(here.paths().folder.iterdir()) == [neighbour]
+    shutil.rmtree(neighbour.parent)
 
 
 def test_it_waits_for_members_that_were_killed_and_then_goes(here: World) -> None:
