@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -48,6 +47,7 @@ from elastic_reshard.errors import (
     Violation,
 )
 from elastic_reshard.layout import ModelLayout, match
+from elastic_reshard.transport.polling import whole_ms
 
 __all__ = [
     "VARIANTS",
@@ -315,7 +315,7 @@ class Baseline:
         """Wait for all works. The text of gloo's error names no culprit, so the message names all whom this rank needs."""
         for work in works:
             try:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+                work.wait(whole_ms(deadline - time.monotonic()))
             except RuntimeError as error:
                 raise self._broke(error, peers, deadline) from error
 

@@ -13,7 +13,6 @@ import select
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +23,7 @@ from elastic_reshard.errors import LayoutError, PeerLost, TransferError, Transfe
 from elastic_reshard.log import logger
 from elastic_reshard.plan import Topology
 from elastic_reshard.transport.network import GlooNetwork, Network
+from elastic_reshard.transport.polling import whole_ms
 
 __all__ = ["Endpoint", "Identity"]
 
@@ -209,7 +209,7 @@ def _meet(store: Store, me: Identity, size: int, deadline: float) -> list[Identi
     store.set(f"member/{me.member}", json.dumps(asdict(me)))
     keys = [f"member/{m}" for m in range(size)]
     try:
-        store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        store.wait(keys, whole_ms(deadline - time.monotonic()))
     except RuntimeError as error:  # DistStoreError is one
         missing = [m for m, key in enumerate(keys) if not store.check([key])]
         raise TransferTimeout(
@@ -226,7 +226,7 @@ def _all_formed(store: Store, rank: int, size: int, deadline: float, pidfds: Map
     store.set(keys[rank], _FORMED)
     while True:
         try:
-            store.wait(keys, timedelta(seconds=max(0.001, min(_EVIDENCE_S, deadline - time.monotonic()))))
+            store.wait(keys, whole_ms(min(_EVIDENCE_S, deadline - time.monotonic())))
             break
         except RuntimeError as error:  # DistStoreError is one
             missing = [m for m, key in enumerate(keys) if not store.check([key])]

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from elastic_reshard.arena.device import Device, Stream
 from elastic_reshard.arena.strided import Strided
 from elastic_reshard.errors import PeerLost, TransferTimeout
+from elastic_reshard.transport.polling import whole_ms
 
 __all__ = ["Evidence", "GlooNetwork", "GroupedNetwork", "Network", "Pending"]
 
@@ -104,7 +105,7 @@ class _GlooPending:
         now = self._network.waiting_since = time.monotonic()
         try:
             # A wait that times out closes every pair of the group: the transfer is over anyway then.
-            self._work.wait(timedelta(seconds=max(deadline - now, 0.001)))
+            self._work.wait(whole_ms(deadline - now))
         except RuntimeError as error:
             raise self._failure(deadline, error) from error
         finally:

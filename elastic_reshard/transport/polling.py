@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Final
 
-__all__ = ["poll"]
+__all__ = ["poll", "whole_ms"]
 
 # Asked without sleeping at first; then sleeps are an eighth of the time waited so far, at most this.
 _LONGEST_S: Final = 0.5e-3
@@ -24,3 +26,9 @@ def poll(done: Callable[[], bool], deadline: float, look: Callable[[], None] = l
             return False
         time.sleep(min(_LONGEST_S, max(_SHORTEST_S, (now - begun) / 8), deadline - now))
     return True
+
+
+def whole_ms(seconds: float) -> timedelta:
+    """A limit for torch's waits, which count whole milliseconds: rounded up, at least one. Rounded down, as they do it, a wait
+    ends before its deadline, and looks like a connection that broke."""
+    return timedelta(milliseconds=max(1, math.ceil(1000 * seconds)))

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed import PrefixStore
 
 from elastic_reshard.errors import PeerLost, TransferTimeout
 from elastic_reshard.transport import GlooNetwork
+from elastic_reshard.transport.polling import whole_ms
 from tests.collective.worlds import error_of
 from tests.processes import Rank, run_ranks
 
@@ -112,3 +115,12 @@ def test_forming_without_the_others_ends_at_its_timeout() -> None:
     ((members, took),) = run_ranks(alone, 1, group=False)
     assert members == "(1, 2)"
     assert took < 10.0
+
+
+@given(st.floats(-10.0, 1e5))
+def test_a_wait_in_whole_milliseconds_ends_after_its_deadline(seconds: float) -> None:
+    """gloo waits 499 of 499.9 ms, and what ends before its deadline would be taken for a connection that broke."""
+    limit = whole_ms(seconds)
+    assert limit.microseconds % 1000 == 0
+    assert limit.total_seconds() >= max(0.001, seconds)
+    assert limit.total_seconds() <= max(0.001, seconds + 0.00101)

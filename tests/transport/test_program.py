@@ -181,7 +181,7 @@ def by_hand(me: Rank) -> list[Any]:
         begun = time.monotonic()
         error = worlds.error_of(lambda: run(program, endpoint, time.monotonic() + 0.5))
         me.store().set("over", "")
-        assert isinstance(error, TransferTimeout)
+        assert isinstance(error, TransferTimeout), repr(error)
         assert error.members == (0,)
         assert time.monotonic() - begun < 5.0
     else:
