@@ -101,7 +101,9 @@ def main() -> None:
                     assert said[2] == step, "every weight is of that step"
                     say(*said[:2])
                 if step == 2:
-                    notice.write_text("20")
+                    fresh = notice.with_suffix(".new")
+                    fresh.write_text("20")
+                    fresh.replace(notice)  # the listener never sees half of it
                     say(*pipes[1].recv()[:2])
                     staying = pipes[:1]
         listener.join()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator
 
+import hypothesis
 import pytest
 
 from tests.leaks import left_behind, traces
@@ -11,6 +13,14 @@ from tests.leaks import left_behind, traces
 # How long processes may take to be gone and sockets to be closed after a test.
 PATIENCE = 3.0
 
+
+# The same examples in each run, and none is late: on a busy machine one that is not run for a moment would be. Fresh ones:
+# HYPOTHESIS_PROFILE=explore.
+hypothesis.settings.register_profile(
+    "repeat", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 # Begun first, so that one of two workers is not left with them at the end.
 _SLOW = ("tests/on_ray/", "tests/test_examples.py", "tests/elastic/")

@@ -104,3 +104,13 @@ def test_integrate_engine_over_http() -> None:
 @pytest.mark.long
 def test_integrate_engine_by_ray() -> None:
     versions_of(run("integrate_engine.py", "ray"))
+
+
+@pytest.mark.long
+def test_ray_groups() -> None:
+    first, again, phases = run("ray_groups.py")
+    steps = [float(one) for one in re.findall(r"\d\.0", first)]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 5.0
+    assert again == "killed; the new engine-0 has installed [5.0]", "its trainer is gone by then"
+    assert phases == "{'trainer': 'done', 'engine-0': 'done', 'engine-1': 'done'}"

@@ -371,7 +371,7 @@ class World:
 
     def _nothing_left(self, spared: Callable[[str], bool]) -> None:
         """AssertionError, naming it, if anything else is left in the runtime folder."""
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + 10.0
         while left := [f for f in self._files() if not spared(f)]:
             assert time.monotonic() < deadline, f"left in the runtime folder: {left}"
             time.sleep(0.02)
@@ -407,12 +407,12 @@ class World:
                 until(
                     lambda: not any(map(self.watchdog, self.hosts)) or None,
                     "watchdogs have gone by themselves",
-                    hold + 5.0,
+                    hold + 15.0,
                 )
                 # Without a supervisor nobody says that the job is over: its place stays written down.
                 kept = {f"{self.job}/url", f"{self.job}/token"} if supervisor is None else set()
                 self._nothing_left(lambda f: f in kept or "~nursery" in f)
-                until(lambda: not set(self._files()) - kept, "the nursery, which lingers for 10 s, has gone", 12.0)
+                until(lambda: not set(self._files()) - kept, "the nursery, which lingers for 10 s, has gone", 30.0)
         finally:
             if supervisor is not None:
                 supervisor.close()
