@@ -183,3 +183,36 @@ def test_what_was_forgotten_is_said() -> None:
     with pytest.raises(ProtocolError, match="is no supervisor"):
         list(follower.read("{}"))
     assert record.page(1 << 61, 10).events == []
+
+
+def test_time_that_the_reader_takes_is_no_silence_of_the_supervisor() -> None:
+    follower, broken = Follower("http://x", 0, None, 0.1), ConnectionError("broken")
+    page = Record("i").page(0, 10).model_dump_json()
+    for _ in range(2):
+        list(follower.read(page))
+        time.sleep(0.15)  # the reader is busy with what it was told
+        assert follower.left > 0
+        assert 0 < follower.broke(broken) <= 0.05
+    time.sleep(0.15)
+    assert "http" not in follower.address
+    with pytest.raises(SupervisorUnreachable, match=r"told no events for 0\.1 s: ConnectionError: broken"):
+        follower.broke(broken)
+    # Silence counts from its beginning, not from the connection's end.
+    list(follower.read(page))
+    assert follower.left > 0
+    time.sleep(0.15)
+    with pytest.raises(SupervisorUnreachable):
+        follower.broke(broken)
+
+
+def test_a_follower_whose_reader_was_slow_goes_on_over_a_restart(tmp_path: Path) -> None:
+    options = Options(runtime=tmp_path / "run", journal=tmp_path / "j")
+    first = Supervisor(options)
+    with SupervisorClient(first.url, first.token) as client:
+        news = client.follow(patience=0.2)
+        assert next(news).event == "supervisor.started"
+        first.close(over=False)
+        with Supervisor(replace(options, port=int(first.url.rpartition(":")[2]))):
+            time.sleep(0.3)  # the reader was busy all the while, longer than its patience
+            event = next(news)
+            assert (event.event, event.fields["term"]) == ("supervisor.started", 2)
