@@ -68,13 +68,13 @@ class Begun:
 
 class Journal:
     """One open journal. Any thread may call; each call blocks for one transaction (milliseconds; seconds if the disk is
-    slow or another supervisor writes). Every method raises ProtocolError if the file cannot be read or written.
+    slow or another supervisor writes). Every method raises ProtocolError if the file cannot be read or written, or is closed.
     """
 
     def __init__(self, path: str, job: str, connection: sqlite3.Connection) -> None:
         self.path, self.job = path, job
         self.term = 0
-        self._connection = connection
+        self._connection, self._closed = connection, False
         self._lock = threading.Lock()
 
     @classmethod
@@ -254,6 +254,7 @@ class Journal:
     def close(self) -> None:
         """Close the file. Idempotent."""
         with self._lock:
+            self._closed = True
             self._connection.close()
 
     # -- transactions
@@ -261,6 +262,11 @@ class Journal:
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
+            if self._closed:
+                raise ProtocolError(
+                    f"journal {self.path} is closed, as this supervisor of job {self.job} ends: nothing was read or "
+                    "written. Ask the one that comes next"
+                )
             try:
                 yield self._connection
             except sqlite3.Error as error:
@@ -279,14 +285,15 @@ class Journal:
                     sql.execute("ROLLBACK")
 
     def _broken(self, error: sqlite3.Error) -> ProtocolError:
-        if isinstance(error, sqlite3.OperationalError):
+        # Only a plain DatabaseError tells of the file itself (corrupt, no database); the kinds below it don't.
+        if type(error) is sqlite3.DatabaseError:
             return ProtocolError(
-                f"journal {self.path} cannot be read or written: {error}. Nothing was told that is not on disk; free the disk "
-                "or end whoever holds the file, and start the supervisor again"
+                f"journal {self.path} is no journal, or is damaged: {error}. Move it away and start with "
+                "--recover-from-members N, N being the number of members of the job (0 for a new job)"
             )
         return ProtocolError(
-            f"journal {self.path} is no journal, or is damaged: {error}. Move it away and start with --recover-from-members N, "
-            "N being the number of members of the job (0 for a new job)"
+            f"journal {self.path} cannot be read or written: {error}. Nothing was told that is not on disk; free the disk "
+            "or end whoever holds the file, and start the supervisor again"
         )
 
 

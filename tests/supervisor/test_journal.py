@@ -280,3 +280,33 @@ def test_a_full_disk_is_an_error_and_the_last_whole_write_stays(tmp_path: Path) 
     assert begun.told is not None
     assert begun.told.members == {"m": member("m", "whole")}
     assert begun.weight_version == 1
+
+
+def test_a_closed_journal_is_not_said_to_be_damaged(path: Path) -> None:
+    """A body that is put while the supervisor ends: whoever is told to move the journal away may do it."""
+    journal = Journal.open(path, "j")
+    journal.begin("i")
+    journal.close()
+    for call in (
+        lambda: journal.put_fragment("ab", b"body"),
+        lambda: journal.layout("ab"),
+        lambda: journal.write(told(1, 2), 1),
+        journal.bodies,
+    ):
+        with pytest.raises(ProtocolError, match="is closed, as this supervisor of job j ends: nothing was") as caught:
+            call()
+        assert "ove it away" not in str(caught.value)
+    again = Journal.open(path, "j")
+    assert (again.begin("k").term, again.fragment("ab")) == (2, None)
+    again.close()
+
+
+def test_what_is_wrong_with_one_write_says_nothing_against_the_file(path: Path) -> None:
+    journal = Journal.open(path, "j")
+    journal.begin("i")
+    journal._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 16)
+    with pytest.raises(ProtocolError, match=r"cannot be read or written: .*Nothing was told that is not on disk"):
+        journal.put_fragment("ab", bytes(1 << 17))
+    journal.put_fragment("ab", b"body")
+    assert journal.fragment("ab") == b"body"
+    journal.close()
