@@ -6,8 +6,10 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from elastic_reshard.errors import ProtocolError
@@ -17,10 +19,12 @@ __all__ = [
     "URL_VARIABLE",
     "Address",
     "Place",
+    "Written",
     "base_url",
     "job_folder",
     "place_of",
     "runtime_folder",
+    "take_back",
     "write_private",
 ]
 
@@ -63,12 +67,34 @@ def _private(folder: Path) -> Path:
     return folder
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write a file of mode 0600 so that readers see the old text or the new one, never a part."""
+class Written(NamedTuple):
+    """Which file was written: another with the same text is another one."""
+
+    device: int
+    inode: int
+    modified: int  # in ns; an inode's number is given again when its file is gone
+
+
+def _made(found: os.stat_result) -> Written:
+    return Written(found.st_dev, found.st_ino, found.st_mtime_ns)
+
+
+def write_private(path: Path, text: str) -> Written:
+    """Write a file of mode 0600 so that readers see the old text or the new one, never a part. What it returns is for
+    `take_back`."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     with os.fdopen(handle, "w") as file:
         file.write(text)
+    made = _made(os.lstat(temporary))
     os.replace(temporary, path)
+    return made
+
+
+def take_back(path: Path, written: Written) -> None:
+    """Remove a file that `write_private` has written; not what somebody has put in its place since, the same text or not."""
+    with suppress(FileNotFoundError):
+        if _made(path.lstat()) == written:
+            path.unlink()
 
 
 @dataclass(frozen=True, slots=True)

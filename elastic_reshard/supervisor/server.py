@@ -86,6 +86,7 @@ class Supervisor:
         self._options = options
         self._folder = places.job_folder(options.job, options.runtime)
         self.token, self._given = _token(options, self._folder)
+        self._written: dict[str, places.Written] = {}
         self._error: BaseException | None = None
         self._over = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -150,24 +151,18 @@ class Supervisor:
     # -- its place
 
     def _publish(self) -> None:
-        kept = self._folder / "token"
         if self._given:
-            kept.unlink(missing_ok=True)
+            (self._folder / "token").unlink(missing_ok=True)
         else:
-            places.write_private(kept, self.token)
-        places.write_private(self._folder / "url", self.url)
+            self._written["token"] = places.write_private(self._folder / "token", self.token)
+        self._written["url"] = places.write_private(self._folder / "url", self.url)
 
     def _unpublish(self, over: bool) -> None:
-        """A supervisor that will start again finds its token; one whose job is over leaves nothing."""
-        written = self._folder / "url"
-        try:
-            mine = written.read_text() == self.url
-        except FileNotFoundError:
-            return
-        if mine:
-            written.unlink(missing_ok=True)
-            if over and not self._given:
-                (self._folder / "token").unlink(missing_ok=True)
+        """A supervisor that will start again finds its token; one whose job is over leaves nothing. What a successor has
+        written stays: it may have this one's port, and so its url, before this one has ended."""
+        for what, written in self._written.items():
+            if what == "url" or over:
+                places.take_back(self._folder / what, written)
 
     # -- its life
 

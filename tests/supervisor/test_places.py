@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from elastic_reshard.errors import ProtocolError
-from elastic_reshard.protocol.places import Place, base_url, job_folder, place_of, runtime_folder, write_private
+from elastic_reshard.protocol.places import (
+    Place,
+    base_url,
+    job_folder,
+    place_of,
+    runtime_folder,
+    take_back,
+    write_private,
+)
 
 
 def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +44,16 @@ def test_a_folder_that_others_can_reach_is_refused(tmp_path: Path) -> None:
             runtime_folder(tmp_path / bad)
     with pytest.raises(ProtocolError, match="cannot be made"):
         runtime_folder(tmp_path / "file" / "below")
+
+
+def test_only_what_one_has_written_is_taken_back(tmp_path: Path) -> None:
+    mine = write_private(tmp_path / "url", "same")
+    theirs = write_private(tmp_path / "url", "same")
+    take_back(tmp_path / "url", mine)
+    assert (tmp_path / "url").read_text() == "same"
+    take_back(tmp_path / "url", theirs)
+    take_back(tmp_path / "url", theirs)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_supervisors_are_found_by_url_or_job(tmp_path: Path) -> None:

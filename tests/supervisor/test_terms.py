@@ -13,6 +13,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from elastic_reshard.errors import Fenced, ProtocolError
+from elastic_reshard.protocol.places import Place, place_of
+from elastic_reshard.supervisor.app import Shell
 from elastic_reshard.supervisor.journal import Journal
 from elastic_reshard.supervisor.server import Supervisor
 from tests.supervisor.real import Start, call, heard, last_words, pair, put_fragment
@@ -140,6 +142,38 @@ def test_the_end_of_a_job_is_told_and_leaves_nothing(start: Start, tmp_path: Pat
     assert list(folder.iterdir()) == []
     assert supervisor.wait(0)
     supervisor.close()
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_an_ending_supervisor_leaves_its_successors_place_alone(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: bool
+) -> None:
+    """Its port is free before its last work is done: a successor on a fixed port has the same url, and maybe its token."""
+    listening, go_on = threading.Event(), threading.Event()
+
+    class Slow(Shell):
+        def close(self, flush: bool) -> None:
+            listening.set()
+            assert go_on.wait(20)
+            super().close(flush)
+
+    monkeypatch.setattr("elastic_reshard.supervisor.server.Shell", Slow)
+    first = start()
+    monkeypatch.undo()
+    closing = threading.Thread(target=first.close, args=(over,))
+    closing.start()
+    try:
+        assert listening.wait(20)
+        second = start(port=int(first.url.rpartition(":")[2]))
+        assert (second.url, second.token) == (first.url, first.token)
+    finally:
+        go_on.set()
+        closing.join(20)
+    assert first.wait(0)
+    place = place_of(job="job", runtime=tmp_path / "run")
+    assert place == Place("job", second.url, second.token)
+    second.close()
+    assert list((tmp_path / "run" / "job").iterdir()) == []
 
 
 def test_calls_that_wait_are_answered_when_it_ends(start: Start) -> None:
