@@ -201,7 +201,7 @@ class Hello(Message):
 
     statements: the latest of every member that it serves, dead ones too while their arenas are kept.
     ended: members whose end it has seen. publications, groups, membership_epoch: those of the view it heard last, for a
-    supervisor without a journal.
+    supervisor without a journal; of publications that are over not where they had landed.
     """
 
     kind: Literal["hello"] = "hello"

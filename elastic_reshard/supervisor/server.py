@@ -30,10 +30,12 @@ from elastic_reshard.supervisor.hosts import HostProtocol
 from elastic_reshard.supervisor.journal import MEMORY, Journal
 from elastic_reshard.supervisor.settings import recall
 
-__all__ = ["Options", "Supervisor"]
+__all__ = ["LARGEST", "Options", "Supervisor"]
 
 # Seconds for the last words to every host.
 _FAREWELL: Final = 1.0
+# Bytes of a message of a host; as many as its watchdog takes of one of ours.
+LARGEST: Final = 64 << 20
 # Bytes. The planner takes no less; more would make a landing of one tensor all or nothing.
 _LEAST_CELL: Final = 16
 _MOST_CELL: Final = 1 << 30
@@ -209,7 +211,7 @@ class Supervisor:
         shell = Shell(self._job, self._journal, self._requests)
         config = uvicorn.Config(
             make_app(shell, self.token), lifespan="off", http=CallProtocol, ws=HostProtocol, loop="asyncio", log_config=None,
-            access_log=False, ws_max_size=16 << 20, ws_ping_interval=None, ws_per_message_deflate=False,
+            access_log=False, ws_max_size=LARGEST, ws_ping_interval=None, ws_per_message_deflate=False,
             timeout_graceful_shutdown=1, server_header=False,
         )  # fmt: skip
         logging.getLogger("uvicorn.error").addFilter(_told)

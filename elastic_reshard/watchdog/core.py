@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Final
 
 from elastic_reshard.protocol.deadlines import Deadlines
-from elastic_reshard.protocol.docs import MemberState, PublicationState
+from elastic_reshard.protocol.docs import MemberState, PublicationDoc, PublicationState
 from elastic_reshard.protocol.messages import Drain, Ended, Hello, LedgerSaid, MoverSaid, Statement
 from elastic_reshard.protocol.view import Farewell, Heard, Told, View
 
@@ -251,7 +251,7 @@ class House:
             obeyed=(self.view.term, self.view.instance),
             statements=tuple(m.statement for m in self.members.values() if m.statement is not None),
             ended=tuple(ended),
-            publications=tuple(self.view.publications.values()),
+            publications=tuple(_brief(doc) for doc in self.view.publications.values()),
             groups=tuple(self.view.groups.values()),
             membership_epoch=self.view.membership_epoch,
             movers=tuple(movers),
@@ -358,3 +358,9 @@ class House:
     def _away(self) -> Iterable[str]:
         """Living members without a connection: they may come back; also those that a predecessor served."""
         return [*self.expected, *(name for name, m in self.members.items() if m.ended is None)]
+
+
+def _brief(doc: PublicationDoc) -> PublicationDoc:
+    """What a Hello says of a publication. Where one that is over had landed concerns nobody, and with thousands of members that
+    is most of what there is to say. Its sources stay: by them members see how what they published has ended."""
+    return doc if doc.state in _SERVED else doc.model_copy(update={"landings": (), "landed": ()})

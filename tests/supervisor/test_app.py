@@ -19,8 +19,9 @@ from websockets.sync.client import connect
 from elastic_reshard.errors import ProtocolError
 from elastic_reshard.layout.fragments import canonical
 from elastic_reshard.protocol.ids import PROTOCOL
-from elastic_reshard.protocol.messages import Beat, Ended, Stated
-from elastic_reshard.supervisor.server import Options, Supervisor
+from elastic_reshard.protocol.messages import Beat, Ended, Hello, Stated
+from elastic_reshard.protocol.view import read_down
+from elastic_reshard.supervisor.server import LARGEST, Options, Supervisor
 from tests.supervisor.real import Start, call, last_words, pair, problem, put_fragment
 from tests.supervisor.talk import QUICK, Host, body, key, name, statement, until
 
@@ -191,13 +192,25 @@ def test_huge_frames_and_silence_end_that_connection_alone(start: Start) -> None
         with Host(supervisor, "b") as host:
             host.listen(lambda: host.view.term == 1)
             with suppress(ConnectionClosed):  # while it is sent, or after
-                host.socket.send("x" * ((16 << 20) + 1))
+                host.socket.send("x" * (LARGEST + 1))
             with pytest.raises(ConnectionClosed):
                 host.socket.recv(timeout=10)
         with pytest.raises(ConnectionClosed):
             silent.recv(timeout=10)
         good.say(Beat())
         good.listen(lambda: good.view.term == 1)
+
+
+def test_a_hello_of_a_huge_job_is_taken_in(start: Start) -> None:
+    """Of thousands of members: more than 16 MiB. What is not text here is blank."""
+    supervisor = start()
+    headers = {"Authorization": f"Bearer {supervisor.token}"}
+    hello = Hello(job="job", host="a", machine="m", watchdog="ab").model_dump_json()
+    address = supervisor.url.replace("http", "ws") + "/v1/host"
+    with connect(address, additional_headers=headers, compression=None) as host:
+        host.send(hello.ljust(LARGEST // 2))
+        told = read_down(host.recv(timeout=10))
+        assert (told.term, told.instance) == (1, supervisor.instance)
 
 
 # -- what is told

@@ -11,6 +11,7 @@ from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.docs import (
     GroupDoc,
     GroupState,
+    LandedDoc,
     LandingDoc,
     MemberDoc,
     MemberState,
@@ -22,7 +23,7 @@ from elastic_reshard.protocol.docs import (
     TransferDoc,
     TransferState,
 )
-from elastic_reshard.protocol.messages import Ended, LedgerSaid, MoverSaid, read_up
+from elastic_reshard.protocol.messages import Ended, Hello, LedgerSaid, MoverSaid, read_up
 from elastic_reshard.protocol.view import Farewell, Heard, Told
 from elastic_reshard.watchdog.core import House, Relay
 from elastic_reshard.watchdog.patience import Patience
@@ -241,6 +242,37 @@ def test_hello_says_everything_and_again_what_a_lost_connection_may_have_lost() 
         assert rest == [Ended(member=N, arenas_kept=False, how="left")], "whose arenas are kept is said"
         made.cut()
     assert said(made) == []
+
+
+def test_a_hello_says_where_weights_lie_only_of_what_may_be_installed() -> None:
+    """A supervisor without a journal needs no more, and 4,000 landing members fit into one message."""
+    count, states = 4000, [PublicationState.MOVING, PublicationState.COMMITTED]
+    states += 8 * [PublicationState.RELEASED, PublicationState.ABANDONED]
+    names = [f"engine-{i:04}@{i:016x}" for i in range(count)]
+    landings = tuple(
+        LandingDoc(member=name, group="engine", rank=i, size=count, layout="f" * 32, host=f"host-{i // 8}", arena=f"{i:032x}",
+                   slot=0)
+        for i, name in enumerate(names)
+    )  # fmt: skip
+    sources = tuple(SourceDoc(member=f"trainer-{i}@{i:016x}", rank=i, host=f"host-{i // 8}", arena=f"{i:032x}", slot=1,
+                              generation=2) for i in range(1000))  # fmt: skip
+    landed = tuple(LandedDoc(host=f"host-{i // 8}", layout="f" * 32, ranks=tuple(range(i, i + 8)), by=tuple(names[i : i + 8]))
+                   for i in range(0, count, 8))  # fmt: skip
+    docs = [
+        PublicationDoc(id=f"p1.{i}", weight_version=i + 1, label=None, extras={}, group="trainer", seq=i, layout="ab",
+                       state=state, sources=sources, landings=landings, landed=landed)
+        for i, state in enumerate(states)
+    ]  # fmt: skip
+    made = house(M)
+    hear(made, base=0, publications={doc.id: doc for doc in docs})
+    raw = made.hello()
+    assert len(raw) < 8 << 20
+    hello = read_up(raw)
+    assert isinstance(hello, Hello)
+    assert hello.publications[:2] == tuple(docs[:2])
+    for said, doc in zip(hello.publications[2:], docs[2:], strict=True):
+        assert said == doc.model_copy(update={"landings": (), "landed": ()})
+    assert made.view.publications == {doc.id: doc for doc in docs}
 
 
 def test_what_is_said_up_is_the_latest_only() -> None:
