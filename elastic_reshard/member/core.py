@@ -117,7 +117,7 @@ class MemberCore:
                 self._minted[doc.seq] = doc
         while len(self._minted) > _REMEMBERED:
             del self._minted[min(self._minted)]
-        if group is not None and group.members[self.group.rank] == self.member and group.count_from > self.count_from:
+        if group is not None and self._seated(group) and group.count_from > self.count_from:
             self.count_from, self.unsaid = group.count_from, True
         if group is not None and self.holding is not None and (not group.whole or group.members != self._held_with):
             self.holding = None
@@ -141,11 +141,22 @@ class MemberCore:
         """This member's group."""
         return self.view.groups.get(self.group.name)
 
+    def _seated(self, group: GroupDoc) -> bool:
+        return group.seats(self.member, self.group.rank)
+
+    @property
+    def accepted(self) -> str | None:
+        """The fragment of its source layout with which the group took this member in last."""
+        group = self.my_group
+        if group is None or not self._seated(group) or not group.fragments:
+            return None
+        return group.fragments[self.group.rank][0]
+
     @property
     def admitted(self) -> bool:
         """Whether this member takes part, in a whole group."""
         group = self.my_group
-        return group is not None and group.whole and group.members[self.group.rank] == self.member
+        return group is not None and group.whole and self._seated(group)
 
     @property
     def out(self) -> str:

@@ -253,8 +253,7 @@ class Publisher:
             group = core.my_group
             if group is not None and group.refused and core.heard >= said:
                 raise LayoutError(f"the changed layout of group {group.name} cannot be served: {group.refused}")
-            own = group.fragments[core.group.rank][0] if group is not None and group.fragments else None
-            return True if own == described.fragment else None
+            return True if core.accepted == described.fragment else None
 
         def late() -> str:
             return (

@@ -270,3 +270,7 @@ class GroupDoc(Message):
     verdict: VerdictDoc | None = None
     reason: Text = ""
     refused: Text = ""  # why the fragments last stated cannot be served; "" when they can
+
+    def seats(self, member: str, rank: int) -> bool:
+        """Whether this incarnation was seated last at this rank. Who is refused for its group's size may name one beyond it."""
+        return rank < len(self.members) and self.members[rank] == member

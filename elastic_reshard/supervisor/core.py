@@ -102,7 +102,7 @@ def restore(job: Job, told: Told, weight_version: int, now: float) -> Job:
 
 def _unseated(member: Member, groups: Mapping[str, Group]) -> bool:
     group = groups.get(member.doc.group)
-    seated = group is not None and group.doc.members[member.doc.rank] == member.doc.id
+    seated = group is not None and group.doc.seats(member.doc.id, member.doc.rank)
     return member.doc.state is MemberState.JOINING and not seated
 
 

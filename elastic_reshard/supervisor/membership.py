@@ -211,7 +211,7 @@ def _break(draft: Draft, group: Group) -> None:
 
 def _has_seat(draft: Draft, member: Member) -> bool:
     group = draft.groups.get(member.doc.group)
-    return group is not None and group.doc.members[member.doc.rank] == member.doc.id
+    return group is not None and group.doc.seats(member.doc.id, member.doc.rank)
 
 
 def clear(draft: Draft) -> None:

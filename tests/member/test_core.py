@@ -78,6 +78,20 @@ def world() -> World:
     return World()
 
 
+def test_a_rank_that_the_group_has_not_is_a_stranger_to_it(world: World) -> None:
+    """Who was started for a larger group hears of the one that is there: it is refused, and can read why."""
+    stranger = MemberCore(f"c@{2:016x}", GroupSpec(name="g", size=4, rank=3), frozenset({"source"}), "h", 1)
+    me = MemberDoc(id=stranger.member, group="g", rank=3, roles=frozenset({"source"}), host="h",
+                   state=MemberState.REFUSED, reason="the group has 2 ranks")  # fmt: skip
+    group = world.group.model_copy(update={"fragments": (("f0", None), ("f1", None))})
+    told = Told(term=1, instance="i", base=0, revision=1, membership_epoch=1, groups={"g": group}, members={me.id: me})
+    assert stranger.hear(told)
+    assert stranger.out == "the group has 2 ranks"
+    assert (stranger.admitted, stranger.accepted, stranger.count_from) == (False, None, 0)
+    world.tell(fragments=group.fragments)
+    assert (world.core.admitted, world.core.accepted, world.core.count_from) == (True, "f0", 1 << 32)
+
+
 def ticket(name: str, ask: int, publication: str = "p1") -> TicketDoc:
     return TicketDoc(
         id=name, publication=publication, weight_version=1, attempt=1, asks={ME: ask, OTHER: 1}, within=9.0

@@ -204,6 +204,10 @@ class Stage:
         member.new_arena(f"{len(member.slots) + 200:x}", 2)
         self.state(name)
 
+    def do_reason(self, name: str) -> None:
+        """Why a member takes no part, as it hears it."""
+        self.out.append(f"{name}: {self.members[name].out or 'takes part'}")
+
     def do_published(self, name: str) -> None:
         state, doc = self.members[name].published(self.seqs[name])
         self.out.append(f"{name}: {state}" + (f", version {doc.weight_version}" if doc is not None else ""))

@@ -105,7 +105,7 @@ class Host:
         """What members do by themselves: count as their group does, and say so."""
         for said in list(self._said.values()):
             group = self.view.groups.get(said.group.name)
-            seated = group is not None and group.members[said.group.rank] == said.member
+            seated = group is not None and group.seats(said.member, said.group.rank)
             if group is not None and seated and group.count_from > said.count_from:
                 self.state(said.model_copy(update={"count_from": group.count_from}))
 

@@ -235,9 +235,7 @@ class Member(Proc):
 
     def _accept(self, call: Publishing) -> None:
         """A changed layout is accepted before anything is copied."""
-        group = self.core.my_group
-        own = group.fragments[self.core.group.rank][0] if group is not None and group.fragments else None
-        if own == call.round.fragment:
+        if self.core.accepted == call.round.fragment:
             call.arena = self._new_arena()
             self.advance()
         elif self.clock.now >= call.deadline:
