@@ -23,6 +23,7 @@ __all__ = [
 
 _GONE = (MemberState.LOST, MemberState.FORFEIT, MemberState.REFUSED)
 _SERVED = (PublicationState.MOVING, PublicationState.COMMITTED)
+_NAMED = 8  # of many that are gone
 
 
 def kept(draft: Draft, member: str) -> bool:
@@ -114,7 +115,8 @@ def nobody_has(draft: Draft, publication: PublicationDoc) -> str:
     left = frozenset(s.rank for s in publication.sources if kept(draft, s.member))
     if left and draft.covers(publication.layout, left):
         return ""
-    return f"the memory of {', '.join(gone)} is gone"
+    more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
+    return f"the memory of {', '.join(gone[:_NAMED])}{more} is gone"
 
 
 def note_near(draft: Draft) -> None:

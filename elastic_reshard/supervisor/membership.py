@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic_reshard.protocol.base import fitting
 from elastic_reshard.protocol.docs import EraDoc, MemberDoc, MemberState
 from elastic_reshard.protocol.messages import Statement
 from elastic_reshard.supervisor.domains import domain_for
@@ -27,7 +28,7 @@ def become(draft: Draft, member: Member, state: MemberState, reason: str = "") -
     if took_part and state not in (MemberState.LIVE, MemberState.LEAVING):
         draft.epoch_ended = draft.durable = True
     draft.durable |= state in (MemberState.ORPHANED, MemberState.LOST, MemberState.FORFEIT)
-    draft.put_member(replace(member, doc=member.doc.model_copy(update={"state": state, "reason": reason})))
+    draft.put_member(replace(member, doc=member.doc.model_copy(update={"state": state, "reason": fitting(reason)})))
 
 
 def out(draft: Draft, member: Member, reason: str) -> None:
@@ -108,7 +109,7 @@ def speak(draft: Draft, host: str, said: Statement) -> None:
         doc = MemberDoc(
             id=said.member, group=said.group.name, rank=said.group.rank, roles=said.roles, host=host,
             state=MemberState.JOINING, domain=domain_for(draft, host, said),
-            fabric=said.reach.fabric if said.reach is not None else "",
+            fabric=fitting(said.reach.fabric) if said.reach is not None else "",
         )  # fmt: skip
         member = Member(doc)
         draft.put_member(member)
@@ -205,7 +206,7 @@ def _break(draft: Draft, group: Group) -> None:
     draft.durable = True
     missing = [m.doc.id for _, m in draft.group_members(group) if _left_out(m)]
     draft.groups[group.doc.name] = replace(group, restored=False)
-    draft.change_group(group.doc.name, whole=False, reason=f"without {', '.join(missing)}"[:4000])
+    draft.change_group(group.doc.name, whole=False, reason=fitting(f"without {', '.join(missing)}"))
     draft.log("group.broken", group=group.doc.name, missing=missing, serving=group.doc.serving)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic_reshard.protocol.base import fitting
 from elastic_reshard.protocol.docs import EraDoc, GroupState, PublicationDoc, PublicationState, SourceDoc
 from elastic_reshard.protocol.ids import publication_id
 from elastic_reshard.protocol.messages import Fill
@@ -27,7 +28,7 @@ def _become(draft: Draft, publication: Publication, state: PublicationState, rea
     doc = publication.doc
     draft.log(f"publication.{state}", publication=doc.id, version=doc.weight_version, label=doc.label, reason=reason)
     draft.durable = True
-    draft.put_publication(replace(publication, doc=doc.model_copy(update={"state": state, "reason": reason})))
+    draft.put_publication(replace(publication, doc=doc.model_copy(update={"state": state, "reason": fitting(reason)})))
 
 
 def committed(draft: Draft) -> Publication | None:
@@ -140,7 +141,7 @@ def _count_anew(draft: Draft, group: Group, ready: dict[int, tuple[Member, Fill]
     said = ", ".join(f"{m.doc.id} {fill.label!r}" for m, fill in ready.values())
     start = next_era(group.doc.count_from)
     era = group.doc.eras[-1].model_copy(update={"start": start})
-    reason = f"its ranks published unlike steps as one ({said}); they count anew"[:4000]
+    reason = fitting(f"its ranks published unlike steps as one, and count anew: {said}")
     draft.durable = True
     draft.change_group(group.doc.name, count_from=start, floor=start, eras=(*group.doc.eras[:-1], era), reason=reason)
     draft.log("group.counts_anew", group=group.doc.name, reason=reason)

@@ -35,7 +35,7 @@ from elastic_reshard.supervisor.events import (
     Spoken,
     Tick,
 )
-from tests.supervisor.sim.shell import Disk, answer_examine, answer_match, covers
+from tests.supervisor.sim.shell import Disk, answer_examine, answer_match, covers, read_back
 
 __all__ = ["TEXTS", "play"]
 
@@ -76,6 +76,7 @@ class Stage:
             queue = [*map(answer_examine, effects.examine), *map(answer_match, effects.match)]
             self.out += [self.line(h) for h in effects.happened]
             if effects.told is not None:
+                read_back(effects.told)
                 self.unwritten.append(effects.told)
             if (effects.durable or was_recovering) and not self.job.recover_from:
                 assert self.disk.write(self.job.term, self.unwritten, self.job.weight_version)

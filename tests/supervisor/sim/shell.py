@@ -29,7 +29,7 @@ from tests.supervisor.sim.clock import Link, Proc
 if TYPE_CHECKING:
     from tests.supervisor.sim.world import World
 
-__all__ = ["TICK", "Disk", "Supervisor", "answer_examine", "answer_match", "covers"]
+__all__ = ["TICK", "Disk", "Supervisor", "answer_examine", "answer_match", "covers", "read_back"]
 
 TICK = 0.5
 
@@ -63,6 +63,11 @@ class Disk:
             term=self.term, instance="", base=0, revision=1, membership_epoch=self.epoch, committed=self.committed,
             members=members, groups=groups, publications=publications, transfers=transfers,
         )  # fmt: skip
+
+
+def read_back(told: Told) -> None:
+    """What is told travels and is journaled as JSON: it must be readable, and say the same."""
+    assert Told.model_validate_json(told.model_dump_json()) == told
 
 
 def answer_examine(asked: Examine) -> Examined:
@@ -186,6 +191,7 @@ class Supervisor(Proc):
         for happened in effects.happened:
             self.clock.note(f"  [{job.term}]", happened.event, dict(happened.fields))
         if effects.told is not None:
+            read_back(effects.told)
             self._unwritten.append(effects.told)
         now = before.recover_from > 0 and not job.recover_from
         if self._unwritten and not job.recover_from and (effects.durable or now):
