@@ -36,6 +36,7 @@ from elastic_reshard.supervisor.needed import needed
 from elastic_reshard.supervisor.noticing import noticed
 from elastic_reshard.supervisor.pace import Pace
 from elastic_reshard.supervisor.record import Record
+from elastic_reshard.supervisor.recovery import heard
 from elastic_reshard.supervisor.requests import Kept, Request, Requests
 from elastic_reshard.supervisor.settings import settings_of
 
@@ -89,10 +90,10 @@ class Shell:
         """Why nothing is decided yet, and how far that is; ("", "") if it is. Meanwhile nothing is put on disk."""
         if not self.job.recover_from:
             return "", ""
-        heard = sum(m.said is not None for m in self.job.members.values())
+        came = heard(self.job.members)
         return (
             "its journal was lost, and it decides nothing until its members are back",
-            f"{heard} of {self.job.recover_from} members have said what they have",
+            f"{came} of {self.job.recover_from} members have said what they have",
         )
 
     async def settle(self, event: Event, request: Request | None = None) -> None:

@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import Literal
 
 from elastic_reshard.protocol.deadlines import Deadlines, Policies
-from elastic_reshard.protocol.docs import GroupDoc, GroupState, MemberState, PublicationState
-from elastic_reshard.protocol.messages import Hello
+from elastic_reshard.protocol.docs import GroupDoc, MemberState
 from elastic_reshard.protocol.view import Told
 from elastic_reshard.supervisor import (
     admission,
@@ -24,6 +23,7 @@ from elastic_reshard.supervisor import (
     membership,
     needed,
     publishing,
+    recovery,
     rest,
     transfers,
 )
@@ -122,14 +122,6 @@ def snapshot(job: Job) -> Told:
     )  # fmt: skip
 
 
-def _unseated_group(doc: GroupDoc) -> Group:
-    """A group of which only its counting is known for certain: its members come in as joiners."""
-    changes = {"members": ("",) * doc.size, "whole": False, "state": GroupState.STALE, "serving": 0,
-               "serving_publication": "", "reason": "", "refused": ""}  # fmt: skip
-    group = _restored(doc)
-    return replace(group, doc=group.doc.model_copy(update=changes), restored=False)
-
-
 def step(job: Job, events: Sequence[Event], now: float, covers: Covers) -> tuple[Job, Effects]:
     """The next state and what is to be done. `now`: seconds of a monotonic clock. covers(layout, ranks): whether these
     source ranks hold every element of a layout. Call it four times a beat at least (`pace`), with Tick if nothing happened."""
@@ -141,7 +133,7 @@ def step(job: Job, events: Sequence[Event], now: float, covers: Covers) -> tuple
         draft.log("supervisor.late", seconds=round(now - job.stepped, 3))
     for event in events:
         _take_in(draft, event)
-    if not _recovering(draft):
+    if not recovery.recovering(draft):
         membership.tick(draft)
         if not rest.at_rest(draft, events):
             draft.settled = now if _settle(draft) and rest.rests(draft) else None
@@ -192,7 +184,7 @@ def _take_in(draft: Draft, event: Event) -> None:
 def _greet(draft: Draft, event: Greeted) -> None:
     """A watchdog has said all that it knows."""
     host = event.hello.host
-    _learn(draft, event.hello)
+    recovery.learn(draft, event.hello)
     membership.greet(draft, event)
     for ledger in event.hello.ledgers:
         transfers.ledgered(draft, Ledgered(host, ledger))
@@ -245,42 +237,6 @@ def _obey(
 def _decide_by(draft: Draft, policies: Policies) -> None:
     draft.policies = policies
     draft.log("policies.changed", policies=str(policies))
-
-
-def _recovering(draft: Draft) -> bool:
-    """Without a journal: whether too few members have said what they have. Publications come from the watchdogs' views."""
-    if not draft.recover_from:
-        return False
-    heard = sum(m.said is not None for m in draft.members.values())
-    if heard < draft.recover_from:
-        return True
-    draft.log("supervisor.recovered", members=heard, publications=list(draft.publications))
-    draft.recover_from = 0
-    return False
-
-
-def _learn(draft: Draft, hello: Hello) -> None:
-    """While recovering: take over what a watchdog's view knew of publications, and how far groups had counted."""
-    if not draft.recover_from:
-        return
-    draft.durable = True
-    draft.membership_epoch = max(draft.membership_epoch, hello.membership_epoch)
-    for known in hello.groups:
-        group = draft.groups.get(known.name)
-        if group is None or (group.doc.count_from, group.doc.floor) < (known.count_from, known.floor):
-            draft.put_group(_unseated_group(known))
-    for doc in hello.publications:
-        draft.weight_version = max(draft.weight_version, doc.weight_version)
-        if doc.id not in draft.publications:
-            draft.put_publication(Publication(doc, draft.now))
-        newest = draft.publications.get(draft.committed)
-        if doc.state is PublicationState.COMMITTED and (
-            newest is None or newest.doc.weight_version < doc.weight_version
-        ):
-            draft.committed = doc.id
-    for said in hello.statements:
-        held = said.holding.weight_version if said.holding is not None else 0
-        draft.weight_version = max(draft.weight_version, held)
 
 
 def _reconcile(draft: Draft) -> None:

@@ -17,13 +17,13 @@ from elastic_reshard.supervisor.events import Abandon
 from elastic_reshard.supervisor.holdings import behind, has_all, nobody_has
 from elastic_reshard.supervisor.state import Draft, Group, Member, Publication
 
-__all__ = ["abandon", "committed", "settle"]
+__all__ = ["abandon", "become", "committed", "settle"]
 
 # Finished publications that stay in the view, so that whoever waits for one learns how it ended.
 _REMEMBERED = 16
 
 
-def _become(draft: Draft, publication: Publication, state: PublicationState, reason: str = "") -> None:
+def become(draft: Draft, publication: Publication, state: PublicationState, reason: str = "") -> None:
     """The one way in which a publication's state changes."""
     doc = publication.doc
     draft.log(f"publication.{state}", publication=doc.id, version=doc.weight_version, label=doc.label, reason=reason)
@@ -40,7 +40,7 @@ def abandon(draft: Draft, event: Abandon) -> None:
     """A person gives up a publication that moves."""
     publication = draft.publications.get(event.publication)
     if publication is not None and publication.doc.state is PublicationState.MOVING:
-        _become(draft, publication, PublicationState.ABANDONED, event.reason)
+        become(draft, publication, PublicationState.ABANDONED, event.reason)
 
 
 def settle(draft: Draft) -> None:
@@ -61,7 +61,7 @@ def _give_up_lost(draft: Draft) -> None:
         if gone:
             was_committed = publication.doc.state is PublicationState.COMMITTED
             state = PublicationState.RELEASED if was_committed else PublicationState.ABANDONED
-            _become(draft, publication, state, gone)
+            become(draft, publication, state, gone)
             if publication.doc.id == draft.committed:
                 draft.committed = ""
 
@@ -180,8 +180,11 @@ def _begin(draft: Draft, group: Group, era: EraDoc, seq: int, ready: dict[int, t
 
 
 def _commit(draft: Draft) -> bool:
-    moving = draft.moving()
+    moving, last = draft.moving(), committed(draft)
     if moving is None:
+        return False
+    if last is not None and moving.doc.weight_version <= last.doc.weight_version:
+        become(draft, moving, PublicationState.ABANDONED, f"{last.doc.id} is committed, which is no older")
         return False
     waited = draft.now - moving.begun
     complete = late = missing = 0
@@ -203,7 +206,7 @@ def _commit(draft: Draft) -> bool:
         "groups_complete": float(complete), "groups_late": float(late),
     }  # fmt: skip
     draft.put_publication(replace(moving, doc=moving.doc.model_copy(update={"metrics": metrics})))
-    _become(draft, draft.publications[moving.doc.id], PublicationState.COMMITTED)
+    become(draft, draft.publications[moving.doc.id], PublicationState.COMMITTED)
     draft.committed = moving.doc.id
     draft.slow |= {(moving.doc.id, name) for name in left}
     return True
@@ -215,7 +218,7 @@ def _release(draft: Draft) -> None:
     for publication in list(draft.publications.values()):
         over = publication.doc.state is PublicationState.COMMITTED and publication.doc.id != draft.committed
         if over and publication.doc.id not in used:
-            _become(draft, publication, PublicationState.RELEASED, f"{draft.committed} is committed")
+            become(draft, publication, PublicationState.RELEASED, f"{draft.committed} is committed")
     ended = (PublicationState.RELEASED, PublicationState.ABANDONED)
     finished = sorted((p.doc.weight_version, p.doc.id) for p in draft.publications.values() if p.doc.state in ended)
     for _, publication_ in finished[:-_REMEMBERED]:

@@ -13,6 +13,7 @@ from typing import Final, Literal
 from elastic_reshard.protocol.docs import GroupState, MemberState, PublicationState, TransferDoc, TransferState
 from elastic_reshard.protocol.ids import name_of
 from elastic_reshard.protocol.messages import MoverSaid
+from elastic_reshard.supervisor.recovery import heard
 from elastic_reshard.supervisor.state import Group, Job, Member, Publication, Transfer
 from elastic_reshard.supervisor.words import plain
 
@@ -77,8 +78,8 @@ def _version(publication: Publication | None) -> str:
 
 def _supervisor(job: Job, now: float, began: float) -> Iterator[Wait]:
     if job.recover_from:
-        heard = sum(m.said is not None for m in job.members.values())
-        why = f"the journal was lost: waits until {job.recover_from} members have said what they have; {heard} have"
+        came = heard(job.members)
+        why = f"the journal was lost: waits until {job.recover_from} members have said what they have; {came} have"
         yield Wait("supervisor", why, "bad")
     elif now < job.judge_from and (job.term > 1 or job.members):
         yield Wait(

@@ -79,6 +79,10 @@ class Checks:
             self._catch_up(job)
         self._remember(job)
 
+    def outbid(self, job: Job) -> None:
+        """It has taken a higher term while it recovers, and tells its view under that."""
+        self._remember(job)
+
     def _recovered(self, newest: Job | None, job: Job) -> None:
         """A journal was lost, and what members and watchdogs knew has been put together."""
         if not any(dog.alive for dog in self.world.knowers):

@@ -104,8 +104,9 @@ def second_supervisor(world: World) -> None:
 
 def lose_journal(world: World) -> None:
     boss = _boss(world)
-    if boss is not None and world.known(boss) and not world.network.control:
-        world.lose_journal()
+    knowing = world.knowing(boss) if boss is not None else []
+    if knowing:
+        world.lose_journal(knowing)
 
 
 def new_policies(world: World) -> None:

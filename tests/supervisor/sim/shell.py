@@ -158,6 +158,7 @@ class Supervisor(Proc):
                 return
             self.disk.term = term + 1
             self.job = replace(job, term=self.disk.term)
+            self.world.checks.outbid(self.job)
             for host in self.feeds:
                 self._snapshot(host)
         elif term > job.term:

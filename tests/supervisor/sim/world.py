@@ -262,24 +262,23 @@ class World:
             return
         self.start_supervisor()
 
-    def known(self, boss: Supervisor) -> bool:
-        """Whether all hosts' watchdogs know all that the supervisor has told: one loss at a time."""
-        dogs = list(self.watchdogs.values())
-        views = [d.house.view for d in dogs if d.alive and not d.frozen]
+    def knowing(self, boss: Supervisor) -> list[Watchdog]:
+        """The watchdogs that know all that the supervisor has told. Others were cut off, frozen or are new."""
         told = (boss.job.term, boss.job.revision)
-        return bool(dogs) and len(views) == len(dogs) and all((v.term, v.revision) == told for v in views)
+        awake = (d for d in self.watchdogs.values() if d.alive and not d.frozen)
+        return [d for d in awake if (d.house.view.term, d.house.view.revision) == told]
 
     @property
     def recovering(self) -> bool:
         """Whether only watchdogs know what was."""
         return self.recover_from > 0 and not self.disk.written
 
-    def lose_journal(self) -> None:
+    def lose_journal(self, knowers: list[Watchdog]) -> None:
         """The supervisor and its disk are gone. A person starts another, and says how many members there are."""
         for one in self.supervisors:
             one.die("with its disk")
         self.disk = Disk()
-        self.knowers = list(self.watchdogs.values())
+        self.knowers = knowers
         self.recover_from = max(1, sum(m.alive for m in self.members.values()))
         self.clock.after(self.rng.random(), self.revive)
 
@@ -332,7 +331,8 @@ class World:
                 member.die("of an older gang")
         self._until(self.clock.now + 4.0)
         if self.supervisors[-1].job.recover_from:
-            self.recover_from = 1  # the person who waits for members that are gone says so
+            # The person who waits for members that are gone says how many there are.
+            self.recover_from = max(1, sum(m.alive for m in self.members.values()))
             self.supervisors[-1].die("to be started anew")
             self.start_supervisor()
         self._until(self.clock.now + 8.0)
