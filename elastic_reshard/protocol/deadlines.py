@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Final
+from typing import Any, Final
 
 from elastic_reshard.errors import ProtocolError
 
@@ -11,6 +13,15 @@ __all__ = ["NETWORKS", "Deadlines", "Policies"]
 
 # "pretend": grouped sends over gloo between members whose devices are pretended, for machines without a GPU.
 NETWORKS: Final = ("auto", "gloo", "nccl", "nccl_m2n", "pretend", "pretend_m2n")
+
+
+def _endless(values: Mapping[str, Any]) -> list[str]:
+    """JSON has no such numbers: they would be told and journaled as null, which nobody can read."""
+    return [
+        f"{name} must be finite, not {value}: a large number will do"
+        for name, value in values.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,8 @@ class Deadlines:
     drain: float = 25.0
 
     def __post_init__(self) -> None:
-        faults = [f"{f.name} must be positive" for f in fields(self) if getattr(self, f.name) <= 0]
+        faults = _endless(asdict(self))
+        faults += [f"{f.name} must be positive" for f in fields(self) if getattr(self, f.name) <= 0]
         if self.evict < 3 * self.beat:
             faults.append(f"evict ({self.evict}) must be at least 3 beats ({self.beat}): two may be lost")
         if self.watchdog_silent < 4 * self.watchdog_beat:
@@ -91,7 +103,13 @@ class Policies:
     network: str = "auto"
 
     def __post_init__(self) -> None:
-        faults = [
+        faults = _endless(asdict(self))
+        faults += [
+            f"{name} must be a whole number, not {value}"
+            for name in ("min_groups", "max_lag", "fruitless")
+            if not isinstance(value := getattr(self, name), int | None)
+        ]
+        faults += [
             f"{name} must not be negative"
             for name in ("min_groups", "late_after", "gather_window")
             if getattr(self, name) < 0

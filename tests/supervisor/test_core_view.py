@@ -13,6 +13,9 @@ from elastic_reshard.errors import ProtocolError
 from elastic_reshard.protocol.deadlines import Deadlines, Policies
 from elastic_reshard.protocol.docs import MemberDoc, MemberState
 from elastic_reshard.protocol.view import Told, View
+from elastic_reshard.supervisor import core
+from elastic_reshard.supervisor.events import SetPolicies
+from elastic_reshard.supervisor.settings import Settings, recall, settings_of
 from tests.supervisor import drive
 
 NAMES = [f"m-{i}@{i:016x}" for i in range(4)]
@@ -96,6 +99,28 @@ def test_deadlines_that_cannot_work_are_refused(wrong: dict[str, float]) -> None
 def test_policies_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match=next(iter(wrong))):
         Policies(**wrong)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize(("kind", "name"), [(kind, f.name) for kind in (Deadlines, Policies) for f in fields(kind)])
+def test_what_is_not_finite_is_refused(kind: type[Deadlines | Policies], name: str, value: float) -> None:
+    """It would be journaled and told as null, and nobody could read that."""
+    with pytest.raises(ProtocolError, match=name):
+        kind(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["min_groups", "max_lag", "fruitless"])
+def test_what_is_counted_is_a_whole_number(name: str) -> None:
+    with pytest.raises(ProtocolError, match=f"{name} must be a whole number, not 1.5"):
+        Policies(**{name: 1.5})  # type: ignore[arg-type]
+
+
+def test_policies_that_wait_as_good_as_for_ever_are_kept_and_recalled() -> None:
+    job = core.begin("job", 1, "i", 0.0)
+    job, effects = core.step(job, [SetPolicies(Policies(late_after=1e9, install=1e308))], 0.0, lambda *_: True)
+    assert effects.settings
+    kept = Settings.model_validate_json(settings_of(job).model_dump_json())
+    assert recall(core.begin("job", 2, "i2", 0.0), kept, 0.0).policies == job.policies
 
 
 def test_every_fault_is_named_at_once() -> None:
