@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _SECOND = 2
+_HALVINGS = 30
 _Reports = Mapping[str, MoverSaid]
 
 
@@ -95,7 +96,8 @@ def overtaken(draft: Draft, transfer: Transfer, reports: _Reports) -> set[str]:
     lacking = lacking_groups(draft.publications[transfer.doc.publication].doc, transfer)
     times = max((draft.lateness.get(group, 0) for group in lacking), default=0)
     waited = draft.now - transfer.begun
-    if waited < draft.policies.late_after / 2 ** max(0, times - 1) and not closed(transfer, reports):
+    halvings = min(_HALVINGS, max(0, times - 1))  # a float has an end, and `times` has none
+    if waited < draft.policies.late_after / 2**halvings and not closed(transfer, reports):
         return set()
     _note(draft, transfer, lacking)
     return lacking
