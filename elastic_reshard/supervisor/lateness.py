@@ -13,6 +13,7 @@ from elastic_reshard.protocol.docs import PublicationDoc
 from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.holdings import lacking
 from elastic_reshard.supervisor.parties import landed_ranks
+from elastic_reshard.supervisor.queue import waits_beside
 from elastic_reshard.supervisor.state import Draft, Transfer
 
 __all__ = [
@@ -70,10 +71,12 @@ def _awaited(transfer: Transfer, reports: _Reports) -> list[str]:
 
 
 def mark_slow(draft: Draft, transfer: Transfer, members: Iterable[str]) -> set[str]:
-    """Nobody waits any more for the groups that these members land for; sources, and all at once, can't be left out."""
+    """Nobody waits any more for the groups that these members land for; sources can't be left out, nor all at once, unless
+    others wait beside them."""
     sources = {transfer.doc.members[p] for p in transfer.doc.source.members}
     slow = {part.group for part in transfer.doc.landings if part.member in set(members) - sources}
-    if slow < {party.group for party in transfer.doc.destinations}:
+    everybody = {party.group for party in transfer.doc.destinations}
+    if slow and (slow < everybody or waits_beside(draft, transfer)):
         _note(draft, transfer, slow)
         return slow
     return set()
@@ -136,7 +139,8 @@ def _mark_closed(draft: Draft, transfer: Transfer, members: Iterable[str]) -> se
         and name in draft.groups
         and lacking(draft, draft.groups[name], publication)
     }
-    if not before and shut >= {party.group for party in transfer.doc.destinations}:
+    all_shut = shut >= {party.group for party in transfer.doc.destinations}
+    if all_shut and not before and not waits_beside(draft, transfer):
         return set()
     draft.slow -= {(publication.id, name) for name in before}
     _note(draft, transfer, shut)

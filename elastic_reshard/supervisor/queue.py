@@ -6,11 +6,16 @@ A publication that moves goes before the one that is committed; groups that are 
 from __future__ import annotations
 
 from elastic_reshard.protocol.docs import PublicationState
-from elastic_reshard.supervisor.holdings import behind, has_all, lacking
+from elastic_reshard.supervisor.holdings import behind, has_all, lacking, reachable
 from elastic_reshard.supervisor.parties import can_land
-from elastic_reshard.supervisor.state import Draft, Group, Publication
+from elastic_reshard.supervisor.state import Draft, Group, Publication, Transfer
 
-__all__ = ["next_groups"]
+__all__ = ["everybody", "next_groups", "waits_beside"]
+
+
+def everybody(draft: Draft) -> frozenset[str]:
+    """Who can be reached."""
+    return frozenset(m for m in draft.members if reachable(draft, m))
 
 
 def next_groups(draft: Draft, reachable: frozenset[str]) -> tuple[Publication | None, list[Group]]:
@@ -30,6 +35,26 @@ def next_groups(draft: Draft, reachable: frozenset[str]) -> tuple[Publication | 
         if groups:
             return publication, groups
     return None, []
+
+
+def waits_beside(draft: Draft, transfer: Transfer) -> bool:
+    """Whether a group that is not late could have the publication of the transfer in hand now, and is not served by that: it
+    came when that had begun, or is served apart."""
+    publication = draft.publications.get(transfer.doc.publication)
+    if publication is None:
+        return False
+    served, here = {part.member for part in transfer.doc.landings}, everybody(draft)
+    return any(
+        _waits(draft, group, publication, here)
+        and not behind(draft, group, publication.doc)
+        and not served.issuperset(_in_want(draft, group, publication))
+        for group in draft.groups.values()
+    )
+
+
+def _in_want(draft: Draft, group: Group, publication: Publication) -> list[str]:
+    missing = lacking(draft, group, publication.doc)
+    return [member.doc.id for _, member in draft.group_members(group) if member.doc.where in missing]
 
 
 def _may_commit(draft: Draft, publication: Publication) -> bool:

@@ -28,7 +28,7 @@ from elastic_reshard.supervisor.lateness import (
 from elastic_reshard.supervisor.networks import choose
 from elastic_reshard.supervisor.parties import compose
 from elastic_reshard.supervisor.publishing import abandon
-from elastic_reshard.supervisor.queue import next_groups
+from elastic_reshard.supervisor.queue import everybody, next_groups, waits_beside
 from elastic_reshard.supervisor.state import Draft, Publication, Suspended, Transfer
 
 __all__ = ["forgive", "ledgered", "moved", "settle"]
@@ -227,7 +227,9 @@ def _watch(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> N
     publication = draft.publications.get(transfer.doc.publication)
     if publication is None or publication.doc.state in (PublicationState.RELEASED, PublicationState.ABANDONED):
         _end_early(draft, transfer, reports, "its publication is over")
-    elif publication.doc.state is PublicationState.MOVING and draft.now - transfer.begun >= draft.policies.late_after:
+    elif draft.now - transfer.begun >= draft.policies.late_after and (
+        publication.doc.state is PublicationState.MOVING or waits_beside(draft, transfer)
+    ):
         _leave_behind(draft, transfer, reports)
     elif overtaken(draft, transfer, reports):
         _end_early(draft, transfer, reports, "a newer version is to be moved")
@@ -358,10 +360,6 @@ def _reachable_now(draft: Draft, members: Iterable[str]) -> frozenset[str]:
     return frozenset(m for m in members if reachable(draft, m))
 
 
-def _everybody(draft: Draft) -> frozenset[str]:
-    return frozenset(m for m in draft.members if reachable(draft, m))
-
-
 def _give_up(draft: Draft, publication: str, groups: Iterable[str], why: str) -> None:
     """A publication that moves is abandoned; a committed one stays: these groups do without until others are reachable."""
     found = draft.publications.get(publication)
@@ -373,7 +371,7 @@ def _give_up(draft: Draft, publication: str, groups: Iterable[str], why: str) ->
     draft.log("transfer.given_up", publication=publication, groups=sorted(groups), reason=why)
     abandon(draft, Abandon(publication, why[:4000]))
     for group in groups:
-        draft.given_up[publication, group] = (_everybody(draft), draft.now + draft.deadlines.orphan_hold)
+        draft.given_up[publication, group] = (everybody(draft), draft.now + draft.deadlines.orphan_hold)
 
 
 # -- the next one
@@ -388,7 +386,7 @@ def _inside_another(draft: Draft, members: Iterable[str]) -> bool:
 
 
 def _begin(draft: Draft) -> None:
-    publication, groups = next_groups(draft, _everybody(draft))
+    publication, groups = next_groups(draft, everybody(draft))
     if publication is None or not groups:
         return
     held = draft.suspended
