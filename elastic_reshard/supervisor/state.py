@@ -87,7 +87,7 @@ class Member:
 class Group:
     """A group. restored: from the journal, and since then none of its members has gone and no ticket was judged. asked,
     examined: the fragments whose joined layouts were asked for, and the last answer. first_ready: (seq, time) of the first
-    rank that offered it. behind_since: since when it does not serve what was committed last."""
+    rank that offered it. behind_since: since when it does not serve what was committed last. Moments as in Publication."""
 
     doc: GroupDoc
     restored: bool = False
@@ -101,7 +101,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A publication, and when it began by this supervisor's clock."""
+    """A publication, and when it began by this supervisor's clock, moved on by the time in which it listened to nobody."""
 
     doc: PublicationDoc
     begun: float
@@ -109,7 +109,7 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """An epoch's attempt, by this supervisor's clock. cells: how many had landed when that last rose, at `moved`. since:
+    """An epoch's attempt; moments as in Publication. cells: how many had landed when that last rose, at `moved`. since:
     when its state last changed. awaited: of each member, how often another's mover was seen waiting for it. begun_with:
     cells that had landed before it."""
 

@@ -58,9 +58,22 @@ def ledgered(draft: Draft, event: Ledgered) -> None:
 
 
 def forgive(draft: Draft, seconds: float) -> None:
-    """Nobody was listened to for so long: that is no stall, and nobody's lateness."""
+    """Nobody was listened to for so long, what is still to be drained included: that is no stall, and nobody's lateness."""
+
+    def later(moment: float) -> float:
+        return min(moment + seconds, draft.now)  # what has begun did so by now
+
     for name, transfer in draft.transfers.items():
-        draft.transfers[name] = replace(transfer, since=transfer.since + seconds, moved=transfer.moved + seconds)
+        since, moved = transfer.since + seconds, transfer.moved + seconds
+        draft.transfers[name] = replace(transfer, begun=later(transfer.begun), since=since, moved=moved)
+    for name, publication in draft.publications.items():
+        draft.publications[name] = replace(publication, begun=later(publication.begun))
+    for name, group in draft.groups.items():
+        (seq, ready), behind = group.first_ready, group.behind_since
+        draft.groups[name] = replace(
+            group, ticket_until=group.ticket_until + seconds, first_ready=(seq, later(ready)),
+            behind_since=behind if behind is None else later(behind),
+        )  # fmt: skip
     if draft.suspended is not None:
         draft.suspended = replace(draft.suspended, until=draft.suspended.until + seconds)
 
