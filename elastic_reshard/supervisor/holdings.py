@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from elastic_reshard.protocol.docs import LandedDoc, MemberState, PublicationDoc, PublicationState, SourceDoc
 from elastic_reshard.supervisor.state import Draft, Group, Publication
+from elastic_reshard.supervisor.unproved import unproved
 
 __all__ = [
     "behind",
     "domain_has",
     "has_all",
+    "in_sight",
     "kept",
     "lacking",
     "nobody_has",
@@ -36,9 +38,14 @@ def readable(draft: Draft, member: str) -> bool:
     return kept(draft, member) and draft.members[member].doc.state not in _GONE
 
 
-def reachable(draft: Draft, member: str) -> bool:
-    """Readable, and its host's watchdog is heard: a mover can be had for it."""
+def in_sight(draft: Draft, member: str) -> bool:
+    """Readable, and its host's watchdog is heard."""
     return readable(draft, member) and draft.members[member].doc.host in draft.hosts
+
+
+def reachable(draft: Draft, member: str) -> bool:
+    """In sight, and a mover can be had for it."""
+    return in_sight(draft, member) and not unproved(draft, member, draft.now)
 
 
 def _sources_at(draft: Draft, publication: PublicationDoc, domain: str) -> Sequence[SourceDoc]:
@@ -100,11 +107,17 @@ def has_all(draft: Draft, group: Group, publication: PublicationDoc) -> bool | N
 
 
 def behind(draft: Draft, group: Group, publication: PublicationDoc) -> bool:
-    """Whether nobody waits for the group: it is late with this publication, or with the committed one and has not caught up."""
-    if (publication.id, group.doc.name) in draft.slow and lacking(draft, group, publication):
+    """Whether nobody waits for the group: it is late with this publication, or with the committed one and has not caught up; or
+    it lacks something where a mover is unproved."""
+    missing = lacking(draft, group, publication)
+    if missing and ((publication.id, group.doc.name) in draft.slow or _hangs(draft, group, missing)):
         return True
     committed = draft.publications.get(draft.committed)
     return group.doc.name in draft.lateness and committed is not None and bool(lacking(draft, group, committed.doc))
+
+
+def _hangs(draft: Draft, group: Group, domains: list[str]) -> bool:
+    return any(m.doc.where in domains and unproved(draft, m.doc.id, draft.now) for _, m in draft.group_members(group))
 
 
 def nobody_has(draft: Draft, publication: PublicationDoc) -> str:

@@ -2,7 +2,8 @@
 
 One is in hand at a time. It is one epoch's attempt to land what a publication lacks somewhere; what it does not finish, the
 next one takes up from the ledgers. A broken one is left in one way: all movers out, or proved dead; then the next is formed
-anew. What is not here: a second try on the same communicator, and a judgement by anybody's error text.
+anew. A mover of which neither is seen in time stays behind, and its member with it. What is not here: a second try on the
+same communicator, and a judgement by anybody's error text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from elastic_reshard.protocol.docs import LandedDoc, Placed, PublicationState, TransferState
 from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.events import Abandon, Ledgered, Moved
-from elastic_reshard.supervisor.holdings import reachable
+from elastic_reshard.supervisor.holdings import in_sight, reachable
 from elastic_reshard.supervisor.lateness import (
     after_stall,
     closed,
@@ -30,6 +31,7 @@ from elastic_reshard.supervisor.parties import compose
 from elastic_reshard.supervisor.publishing import abandon
 from elastic_reshard.supervisor.queue import everybody, next_groups, waits_beside
 from elastic_reshard.supervisor.state import Draft, Publication, Suspended, Transfer
+from elastic_reshard.supervisor.unproved import in_vain, loose, not_back
 
 __all__ = ["forgive", "ledgered", "moved", "settle"]
 
@@ -39,7 +41,8 @@ def moved(draft: Draft, event: Moved) -> None:
     member = draft.members.get(event.said.member)
     if member is None or member.doc.host != event.host:
         return
-    draft.movers[event.said.member] = event.said
+    known = draft.movers.get(event.said.member)
+    draft.movers[event.said.member] = not_back(known, event.said)
     transfer = draft.transfers.get(event.said.transfer)
     if transfer is None or event.said.waits is None:
         return
@@ -103,11 +106,12 @@ def _reports(draft: Draft, transfer: Transfer) -> dict[str, MoverSaid]:
 def _unreachable(draft: Draft, transfer: Transfer) -> list[str]:
     if draft.now < draft.judge_from:
         return []
-    return [m for m in transfer.doc.present if not reachable(draft, m)]
+    return [m for m in transfer.doc.present if not in_sight(draft, m)]
 
 
-def _over(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> bool:
-    """Whether every mover is out of all operations, or proved dead, or nobody's any more."""
+def _inside(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> list[str]:
+    """Members whose movers are not out of all operations, nor proved dead, nor nobody's any more."""
+    found = []
     for member in transfer.doc.present:
         said = reports.get(member)
         if said is not None and said.state in ("out", "ended"):
@@ -115,8 +119,8 @@ def _over(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> bo
         if (said is None or said.state == "starting") and not transfer.doc.values:
             continue  # it never had the values to meet the others with; a plan that is being made is no operation
         if member not in _unreachable(draft, transfer) and not _never_came(draft, transfer, member, said):
-            return False
-    return True
+            found.append(member)
+    return found
 
 
 def _never_came(draft: Draft, transfer: Transfer, member: str, said: MoverSaid | None) -> bool:
@@ -144,8 +148,7 @@ def _judge(draft: Draft, transfer: Transfer) -> None:
     reports = _reports(draft, transfer)
     state = transfer.doc.state
     if state is TransferState.BREAKING:
-        if _over(draft, transfer, reports):
-            _end(draft, transfer, reports, whole=False)
+        _leave(draft, transfer, reports)
         return
     why = _broken(draft, transfer, reports)
     outs = [said for said in reports.values() if said.state == "out"]
@@ -154,15 +157,26 @@ def _judge(draft: Draft, transfer: Transfer) -> None:
     elif why:
         # The movers' set changes: what comes next is another epoch.
         draft.epoch_ended = draft.durable = True
-        broken = _change(draft, transfer, TransferState.BREAKING, why)
-        if _over(draft, broken, reports):
-            _end(draft, broken, reports, whole=False)
+        _leave(draft, _change(draft, transfer, TransferState.BREAKING, why), reports)
     elif state is TransferState.FORMING:
         _form(draft, transfer, reports)
     elif state is TransferState.STOPPING:
         _stop(draft, transfer, reports)
     else:
         _watch(draft, transfer, reports)
+
+
+def _leave(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> None:
+    """A broken one is over when all are out of it; or without those of whom that was not seen in time."""
+    inside = _inside(draft, transfer, reports)
+    if inside and not all(in_vain(draft, transfer, member) for member in inside):
+        return
+    for member in inside:
+        # Who had the values may have met the others since, whatever was heard of it last.
+        if (said := reports.get(member)) is not None:
+            draft.movers[member] = said.model_copy(update={"state": "running"})
+        draft.log("mover.unproved", member=member, transfer=transfer.doc.id, host=draft.members[member].doc.host)
+    _end(draft, transfer, reports, whole=False)
 
 
 def _broken(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> str:
@@ -390,14 +404,6 @@ def _give_up(draft: Draft, publication: str, groups: Iterable[str], why: str) ->
 # -- the next one
 
 
-def _inside_another(draft: Draft, members: Iterable[str]) -> bool:
-    """Whether a mover of these still runs a transfer that this supervisor has not: one that was running when the journal was
-    lost. It leaves as soon as its watchdog hears the view, or is condemned; and says so. One that has formed nothing yet never
-    will."""
-    said = (draft.movers.get(member) for member in members)
-    return any(one is not None and one.state == "running" and one.transfer not in draft.transfers for one in said)
-
-
 def _begin(draft: Draft) -> None:
     publication, groups = next_groups(draft, everybody(draft))
     if publication is None or not groups:
@@ -406,7 +412,9 @@ def _begin(draft: Draft) -> None:
     if held is not None and held.publication != publication.doc.id:
         held = draft.suspended = None
     doc = compose(draft, publication, groups)
-    if _inside_another(draft, doc.present):
+    # One that ran when the journal was lost leaves as soon as its watchdog hears the view, or is condemned; and says so. One
+    # that has formed nothing yet never will.
+    if any(loose(draft, member) for member in doc.present):
         return
     _, fallen = choose(draft, doc.publication, doc.present)
     if held is not None:

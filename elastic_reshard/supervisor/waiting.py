@@ -15,6 +15,7 @@ from elastic_reshard.protocol.ids import name_of
 from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.recovery import heard
 from elastic_reshard.supervisor.state import Group, Job, Member, Publication, Transfer
+from elastic_reshard.supervisor.unproved import unproved
 from elastic_reshard.supervisor.words import plain
 
 __all__ = ["Wait", "waits"]
@@ -46,6 +47,10 @@ def _all(job: Job, connected: Collection[str], now: float, began: float) -> Iter
         yield from _seats(job, group)
     for member in job.members.values():
         yield from _member(member, began)
+        if unproved(job, member.doc.id, now):
+            why = f"its mover was killed in transfer {job.movers[member.doc.id].transfer} and hangs in the kernel"
+            remedy = f"nothing is moved from or to it before that has ended. See to host {member.doc.host}"
+            yield Wait(member.doc.id, f"{why}: {remedy}", "bad")
     yield from _publish(job, now, began)
     yield from _moving(job, now, began)
     yield from _suspended(job, began)

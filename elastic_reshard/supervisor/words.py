@@ -140,6 +140,7 @@ _RULES: Final[Mapping[str, Callable[[Fields], Words | None]]] = {
     "transfer.given_up": lambda f: Words("bad", f"given up for {', '.join(f['groups'])}: {f['reason']}", True),
     "membership.epoch": _say("calm", "epoch {epoch} of the membership begins"),
     "mover.ended": _mover,
+    "mover.unproved": _say("bad", "the mover of {member} hangs in the kernel of {host}: others go on without it", True),
     "member.joining": _joining,
     "member.live": _say("good", "{member} takes part"),
     "member.leaving": _say("calm", "{member} leaves"),

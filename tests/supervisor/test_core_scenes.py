@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from elastic_reshard.protocol.docs import PublicationState
+from tests.supervisor.sim.movers import Mover
 from tests.supervisor.sim.scenes import Scene
 
 SEEDS = range(5)  # by which survivors fail or hang, get out or have to be condemned
@@ -216,3 +217,70 @@ def test_who_was_late_is_served_before_one_who_computes(seed: int) -> None:
     assert _shut(scene, "e1") or not scene.current(publication, ["e1"])
     scene.world.closed.clear()
     scene.until(lambda: scene.current(publication), 60.0)
+
+
+def _hang(scene: Scene, group: str) -> Mover:
+    """One mover of a group hangs in the kernel, in the middle of a transfer."""
+    scene.in_the_middle()
+    mover = scene.movers(f"{group}-")[0]
+    mover.hang()
+    return mover
+
+
+def _patience(scene: Scene) -> float:
+    """What a mover that is never proved dead may cost the others."""
+    d = scene.world.deadlines
+    noticed = d.mover_silent + d.stall  # by its watchdog; or by peers, if it is none that beats
+    return noticed + d.mover_silent + d.abort + d.proof_of_death + 2 * d.beat + 4.0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_others_go_on_without_a_mover_that_is_never_proved_dead(seed: int) -> None:
+    scene = Scene(seed, engines=(2, 2, 1))
+    first = scene.publish()
+    scene.until(lambda: scene.current(first), 10.0)
+    second = scene.publish()
+    mover = _hang(scene, "e1")
+    scene.until(lambda: scene.current(second, ["e0", "e2"]), _patience(scene))
+    third = scene.publish()
+    took = scene.until(lambda: scene.current(third, ["e0", "e2"]), 10.0)  # nobody waits for it any more
+    assert took < 5.0
+    assert mover.alive
+    assert scene.job.groups["e1"].doc.serving_publication == first.id
+    mover.come_back()
+    scene.until(lambda: scene.current(third), 30.0)
+    assert not mover.alive
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_restarted_supervisor_goes_on_without_it_too(seed: int) -> None:
+    scene = Scene(seed, engines=(2, 1), late_after=20.0)  # a new term does not know yet who is late
+    publication = scene.publish()
+    mover = _hang(scene, "e0")
+    scene.until(lambda: scene.current(publication, ["e1"]), _patience(scene))
+    scene.world.supervisors[-1].die()
+    scene.world.start_supervisor()
+    second = scene.publish()
+    scene.until(lambda: scene.current(second, ["e1"]), 25.0)
+    mover.come_back()
+    scene.until(lambda: scene.current(second), 30.0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_source_whose_mover_is_never_proved_dead_is_replaced_by_its_replica_or_given_up(seed: int) -> None:
+    scene = Scene(seed, sharded=seed % 2 == 0)
+    first = scene.publish()
+    scene.until(lambda: scene.current(first), 10.0)
+    second = scene.publish()
+    mover = _hang(scene, "t")
+    if seed % 2:
+        scene.until(lambda: scene.current(second), _patience(scene))
+    else:
+        scene.until(
+            lambda: scene.state(second) is PublicationState.ABANDONED,
+            scene.world.deadlines.orphan_hold + _patience(scene),
+        )
+        assert "ShardLost" in scene.job.publications[second.id].doc.reason
+    mover.come_back()
+    third = scene.publish()
+    scene.until(lambda: scene.current(third), 30.0)

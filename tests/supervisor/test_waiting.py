@@ -69,6 +69,10 @@ def test_a_job_that_has_all_it_wants_waits_for_nothing() -> None:
             "publish t-0 one\nmover t-0,e-0,e-1 ready\nmover e-0,e-1 running\nmover t-0 running waits=t-0 window=1",
             "transfer of epoch 2", "the window of t-0 is closed: it computes", "calm", None,
         ),
+        (
+            "publish t-0 one\nmover t-0,e-0,e-1 ready\nmover e-0 running\nmover t-0,e-1 out failed\ntick 6",
+            "e-0", "its mover was killed in transfer p1.1:1.1 and hangs in the kernel", "bad", None,
+        ),
         ("publish t-0 one\npublish t-0 two", "t", "its newest publish waits for the version that moves", "calm", None),
         ("grow", "grow g", "who joins is held until 2 groups are there", "calm", 60.0),
     ],

@@ -139,6 +139,7 @@ class Mover(Proc):
         self.on_death: list[Callable[[], None]] = []
         self.slowness = 1.0
         self.froze: float | None = None
+        self.hangs = False
         self._alone = 0.0  # how long it has had no watchdog
         self.after(0.01, self._attach)
 
@@ -159,8 +160,19 @@ class Mover(Proc):
         self.froze = None
         self._kick()
 
+    def hang(self) -> None:
+        """In the kernel: what is sent to kill it changes nothing before it is back."""
+        self.hangs = True
+        self.freeze()
+
+    def come_back(self) -> None:
+        """From the kernel. What was under way there is done, and a little more than that, before it dies of the kill."""
+        self.hangs = False
+        self.wake()
+        self.after(0.5, self.die, "killed long ago")
+
     def die(self, how: str = "killed") -> None:
-        if self.alive:
+        if self.alive and not self.hangs:
             super().die(how)
             for tell in self.on_death:
                 tell()
