@@ -299,6 +299,8 @@ class _Nccl:
             return  # it was never made
         with self._backend.calling("its end"), self._backend.current():
             by(pointer)
+        self._held.clear()  # its kernels have ended
+        self._last = self._reached = None
         _log.info("nccl.left", by=getattr(by, "__name__", "?"), seconds=round(time.monotonic() - begun, 3))
 
     @contextmanager

@@ -102,7 +102,7 @@ class Registry:
         """What keeps this process from being out of all operations: formations that have not returned, and communicators that
         are open or did not let go. Empty: out. Never blocks."""
         with self._lock:
-            self._held = {name: held for name, held in self._held.items() if not held.gone}
+            self._forget()
             return (*(call.what for call, _ in self._forming.values()), *(f"communicator {n}" for n in self._held))
 
     def out(self, name: Name) -> bool:
@@ -294,9 +294,13 @@ class Registry:
                 held = self._held[communicator.name] = _Held(communicator)
             return held
 
+    def _forget(self) -> None:
+        """Those that are gone: a registry lives as long as its process, and each communicator keeps a device's memory."""
+        self._held = {name: held for name, held in self._held.items() if not held.gone}
+
     def _refuse(self, name: Name) -> None:
-        held = self._held.get(name)
-        if name in self._forming or (held is not None and not held.gone):
+        self._forget()
+        if name in self._forming or name in self._held:
             raise ProtocolError(
                 f"communicator {name} exists in this process already; a name is used once: take a new epoch or transfer"
             )
@@ -322,7 +326,10 @@ class Registry:
             if all(one.gone or one.error is not None for one in held.values()) and not self._still(forming):
                 break
             time.sleep(_LOOK_S)
-        return self._report(held, forming)
+        report = self._report(held, forming)
+        with self._lock:
+            self._forget()
+        return report
 
     def _still(self, forming: Collection[Name]) -> list[Name]:
         """Those that still form, or have formed just now and are not released yet."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 
@@ -48,6 +50,23 @@ def test_formed_moves_and_is_closed() -> None:
             assert registry.pending == ()
             assert registry.out(NAME)
         assert all(b.faults.counts["close", Fault.NONE] == 1 for b in backends)
+
+
+@pytest.mark.parametrize("ends", ["close", "abort"])
+def test_what_ended_well_is_not_kept(ends: str) -> None:
+    """A mover forms one for each transfer, for weeks, and asks what is pending only after an error."""
+    registry, kept = Registry(), list[weakref.ref[Communicator]]()
+    with fakes(1) as backends:
+        for number in range(50):
+            name = Name(1, f"t{number}")
+            communicator = registry.form(backends[0], ControlStore(name), 0, 1, soon(), tuple)
+            kept.append(weakref.ref(communicator))
+            report = registry.close(communicator, soon()) if ends == "close" else registry.abort_all(soon(), "test")
+            assert report.asked == report.returned == (name,)
+            assert registry.out(name)
+    del communicator
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * 50
 
 
 @pytest.mark.parametrize("fault", list(Fault))

@@ -212,6 +212,21 @@ def test_a_group_is_launched_whole_and_an_error_of_the_library_is_told(libraries
     assert "finalize" not in double.calls()
 
 
+@pytest.mark.parametrize("ends", ["close", "abort"])
+def test_after_its_end_nothing_that_a_group_reached_is_held(libraries: list[Double], ends: str) -> None:
+    """The last groups' memory, staging or a mapped arena, would stay as long as the communicator is known."""
+    registry = Registry()
+    (communicator,) = form(backends(1), [registry], stores(NAME, 1))
+    memory = open_pretend(0).scratch(100)
+    piece = memory.strided(0, (100,), (1,), 1)
+    communicator.network.exchange([(3, piece)], [(2, piece)], soon()).wait(soon())
+    assert communicator._native._held == [piece, piece], "a kernel may still reach it"
+    report = registry.close(communicator, soon()) if ends == "close" else registry.abort_all(soon(), "test")
+    assert report.out
+    assert libraries[0].calls()[-1] == ("destroy" if ends == "close" else "abort")
+    assert communicator._native._held == []
+
+
 def test_an_abort_goes_over_a_call_that_is_blocked(libraries: list[Double]) -> None:
     registry = Registry()
     (communicator,) = form(backends(1), [registry], stores(NAME, 1))
