@@ -145,8 +145,11 @@ class Crew:
         return True
 
     def not_forked(self, mover: str, now: float) -> None:
-        """It could not be made; that is tried again soon."""
-        hand = self.hands.pop(mover)
+        """It could not be made; that is tried again soon. One that has come all the same (the answer was lost) stays."""
+        hand = self.hands.get(mover)
+        if hand is None or hand.pid:
+            return
+        del self.hands[mover]
         self._again[hand.member] = now + _AGAIN
 
     def attach(self, mover: str, member: str, transfer: str, pid: int, start: int, now: float) -> str:

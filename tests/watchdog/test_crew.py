@@ -148,6 +148,19 @@ def test_a_fork_that_failed_is_tried_again_soon() -> None:
     assert made.decide(scene(doc()), 1.6) == [Fork(Y, M)]
 
 
+def test_a_mover_that_came_though_its_fork_was_called_failed_stays() -> None:
+    """A nursery that is killed after the fork, before it answers: the mover attaches, it is asked again in vain."""
+    made = crew()
+    made.decide(scene(doc()), 0.0)
+    assert made.attach(X, M, "", 7, 70, 0.1) == ""
+    made.not_forked(X, 0.2)
+    assert alive(made, 0.2, 1.0) == [], "its page is looked at"
+    assert made.decide(scene(doc()), 1.0) == [Assign(X, doc(), publication())]
+    made.ended(X)
+    made.not_forked(X, 1.1)  # it came and went before the answer
+    assert made.hands == {}
+
+
 def test_the_task_waits_for_layouts_and_arenas() -> None:
     made = crew()
     made.decide(scene(doc()), 0.0)
