@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from elastic_reshard.errors import LayoutError, TransferTimeout
+from elastic_reshard.transport.polling import whole_ms
 
 __all__ = ["BaselineGroups", "alltoallv", "broadcast", "receive", "send"]
 
@@ -75,7 +75,7 @@ class BaselineGroups:
             where = PrefixStore("elastic_reshard/baseline/" + ".".join(map(str, ranks)), self.store)
             make: Any = ProcessGroupGloo
             options = make._Options()
-            options._timeout = timedelta(seconds=self.timeout)
+            options._timeout = whole_ms(self.timeout)
             options._devices = [
                 make.create_default_device() if self.interface is None else make.create_device(interface=self.interface)
             ]

@@ -158,7 +158,7 @@ class GlooNetwork:
         self._received: dict[int, int] = dict.fromkeys(range(size), first_sequence)
         self._rank, self._size = rank, size
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout)
+        options._timeout = whole_ms(timeout)
         if interface is not None:
             options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
         else:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed import PrefixStore
+from torch.distributed import PrefixStore, Store
 
 from elastic_reshard.errors import PeerLost, TransferTimeout
 from elastic_reshard.transport import GlooNetwork
@@ -115,6 +116,35 @@ def test_forming_without_the_others_ends_at_its_timeout() -> None:
     ((members, took),) = run_ranks(alone, 1, group=False)
     assert members == "(1, 2)"
     assert took < 10.0
+
+
+class Silent(Store):
+    """A store in which nobody else is: it waits as long as it is told to, to the moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, bytes] = {}
+        self.waited: list[float] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if not all(key in self.values for key in keys):
+            self.waited.append(timeout.total_seconds())
+            time.sleep(timeout.total_seconds())
+            raise RuntimeError("nobody came")
+
+
+def test_forming_ends_after_its_timeout_not_a_part_of_a_millisecond_before() -> None:
+    """Before it, it would be taken for a peer that is lost."""
+    store = Silent()
+    error = error_of(lambda: GlooNetwork(store, 0, 2, 0.0507, "lo", tuple))
+    assert store.waited == [0.051]
+    assert isinstance(error, TransferTimeout)
 
 
 @given(st.floats(-10.0, 1e5))
