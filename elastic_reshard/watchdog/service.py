@@ -25,7 +25,7 @@ from elastic_reshard.protocol.processes import serviceable
 from elastic_reshard.protocol.view import Told, read_down
 from elastic_reshard.protocol.wire import Arena, Tag, arena_payload
 from elastic_reshard.watchdog.connection import Connection, statement_of
-from elastic_reshard.watchdog.core import House, Relay
+from elastic_reshard.watchdog.core import Guest, House, Relay
 from elastic_reshard.watchdog.drain import asked_until, write_down
 from elastic_reshard.watchdog.movers import Movers
 from elastic_reshard.watchdog.runtime import Lock, Paths, Record, Resident, read_record, started
@@ -119,8 +119,9 @@ class Service:
         if self.done.is_set():
             return
         members = {}
-        for name, member in self.house.members.items():
+        for name in (*self.house.members, *self.house.expected):
             _, pid, start = self._pidfds.get(name, (-1, 0, 0))
+            member = self.house.members.get(name, Guest())  # one that is only expected: so it is by the next one too
             said = member.raw.decode() if member.ended is not None and member.raw else None
             members[name] = Resident(pid, start, member.ended, said)
         try:

@@ -119,6 +119,11 @@ def test_a_member_frozen_meanwhile_is_not_taken_for_dead_until_it_is(here: World
     until(lambda: here.supervisor.latest(one.member) == number)
     assert here.supervisor.hellos()[-1].ended == ()
     assert not here.supervisor.ended(agent.member)
+    second = here.kill()  # its record names whom it still waits for
+    replaced(one.link, second.watchdog, 3.5)
+    until(lambda: len(here.supervisor.hellos()) == 3)
+    assert here.supervisor.hellos()[-1].ended == ()
+    assert not here.supervisor.ended(agent.member)
     agent.kill()
     until(lambda: here.supervisor.ended(agent.member), 2.0)
 
