@@ -67,6 +67,7 @@ class Connection:
         self.who = credentials(sock)
         self.wire = Wire(sock, STRANGER_LIMIT)
         self.member = self.mover = ""
+        self._url = ""  # where it was told that the supervisor is
         self._born = service.loop.time()
         self._nonce = secrets.token_hex(16)
         self._proved = False
@@ -218,14 +219,8 @@ class Connection:
         theirs = proof(service.token, "member", self._nonce, said["nonce"])
         if not hmac.compare_digest(theirs.encode(), said["proof"].encode()):
             self.refuse("Unauthorized", f"its token is not that of job {service.job}")
-        elif said["url"] not in service.address.known and not (service.address.look() and said["url"] == service.url):
-            self.refuse(
-                "JoinRefused",
-                f"the watchdog of host {service.host} serves job {service.job} at {service.url}, not at {said['url']}; "
-                "use that address, or another host label",
-            )
         else:
-            self._proved = True
+            self._proved, self._url = True, said["url"]
             self.wire.trust()
             ours = proof(service.token, "watchdog", said["nonce"], self._nonce)
             self.send(Tag.PROVED, json.dumps({"proof": ours}).encode())
@@ -237,11 +232,27 @@ class Connection:
         if statement.pid != self.who.pid:
             self.refuse("JoinRefused", f"it states process {statement.pid} but is process {self.who.pid}")
             return
+        if self._astray(statement.member):
+            service = self.service
+            self.refuse(
+                "JoinRefused",
+                f"the watchdog of host {service.host} serves job {service.job} at {service.url}, not at {self._url}; "
+                "use that address, or another host label",
+            )
+            return
         self.member = statement.member
         why = self.service.attach(self, statement, payload)
         if why:
             self.member = ""
             self.refuse("NotAMember" if "has ended" in why else "JoinRefused", why)
+
+    def _astray(self, member: str) -> bool:
+        """Whether it wants another supervisor. Only who is new is asked: those that this watchdog or its predecessor has served
+        (and movers) came by an address at which the supervisor may be no more."""
+        house, address = self.service.house, self.service.address
+        if member in house.members or member in house.expected or self._url in address.known:
+            return False
+        return not (address.look() and self._url == address.url)
 
     def _manned(self, payload: bytes, fd: int) -> None:
         page = StatusReader(fd)

@@ -90,6 +90,7 @@ class Finder:
         suspect = _Suspect(lost.pid, os.dup(lost.pidfd), why) if lost is not None else None
         try:
             while not self._stopping():
+                self.config = self.config.followed()
                 found = self._look() if suspect is None else None
                 if isinstance(found, Found):
                     self._starts, self._locked_since = 0, None

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,16 @@ class HostConfig:
     def paths(self) -> Paths:
         """Its files. Raises ProtocolError if the runtime folder's name is too long."""
         return Paths.of(self.job, self.host, self.runtime)
+
+    def followed(self) -> HostConfig:
+        """This, with where the supervisor is now if it has come back elsewhere. Reads one file."""
+        address = Address(self.url, self.job, self.runtime, self.seen)
+        address.look()
+        if address.seen == self.seen:
+            return self
+        now = replace(self, url=address.url)
+        object.__setattr__(now, "seen", address.seen)
+        return now
 
     def settings(self, lock: int) -> dict[str, Any]:
         """What the watchdog reads on stdin. lock: the descriptor that it inherits."""

@@ -30,7 +30,7 @@ from elastic_reshard.protocol.messages import Hello, LedgerSaid, MoverSaid
 from elastic_reshard.protocol.processes import end_process, started
 from elastic_reshard.protocol.wire import credentials
 from elastic_reshard.watchdog.runtime import Paths
-from tests.watchdog.world import TOKEN, Agent, Local, World, landing, open_files, until, world
+from tests.watchdog.world import TOKEN, Agent, Local, StandIn, World, landing, open_files, until, world
 
 OTHER = "other@" + "f" * 16
 CELLS = 3000
@@ -287,6 +287,30 @@ def test_a_replaced_watchdog_knows_the_mover_again_and_the_transfer_goes_on(crew
     crew.over(doc)
     second = crew.running("quick")
     assert crew.said(second, "out").mover == mover
+
+
+def test_whoever_came_before_the_supervisor_moved_attaches_to_a_watchdog_started_after_it(crew: Crewed) -> None:
+    """A member and a mover know the supervisor's old address; who replaces the watchdog knows the new one only."""
+    here, old, doc = crew.here, crew.here.supervisor, crew.running()
+    here.supervisor = StandIn()
+    for kind in ("members", "publications", "transfers"):
+        setattr(here.supervisor, kind, getattr(old, kind))
+    place = here.paths().folder / "url"
+    place.write_text(here.supervisor.url)
+    old.down()
+    until(here.supervisor.hellos, why="it is followed")
+    crew.keeper.link.close()
+    late = here.local("late").open()
+    os.kill(crew.lander.pid, signal.SIGSTOP)
+    before = here.kill()
+    until(lambda: late.link.watchdog_instance not in ("", before.watchdog) and late.link.connected)
+    began = crew.words(doc)[-1].began
+    until(lambda: crew.words(doc)[-1].began > began + 5, 5.0, "its mover goes on")
+    os.kill(crew.lander.pid, signal.SIGCONT)
+    until(lambda: crew.lander.ask("instance") == late.link.watchdog_instance)
+    crew.tell(doc, state=TransferState.BREAKING)
+    assert crew.said(doc, "out").outcome == "stopped"
+    place.unlink()
 
 
 def test_a_mover_that_died_with_its_watchdog_is_said_to_have_ended(crew: Crewed) -> None:

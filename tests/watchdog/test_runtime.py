@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic_reshard.errors import ProtocolError
+from elastic_reshard.protocol.ids import PROTOCOL
+from elastic_reshard.protocol.places import job_folder, write_private
+from elastic_reshard.protocol.wire import Tag, Wire
+from elastic_reshard.watchdog.find import Finder
 from elastic_reshard.watchdog.runtime import (
     Lock,
     Paths,
@@ -21,6 +29,8 @@ from elastic_reshard.watchdog.runtime import (
     runtime_folder,
     started,
 )
+from elastic_reshard.watchdog.start import HostConfig
+from tests.watchdog.world import until
 
 
 def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +102,32 @@ def test_records(tmp_path: Path) -> None:
         path.write_text(garbage)
         assert read_record(path) is None
     assert running("nojob", "nohost", tmp_path) is None
+
+
+def test_a_supervisor_that_moved_is_followed_on_the_way_to_a_watchdog(runtime: Path) -> None:
+    """By whom it asks for, and by what a watchdog that it starts is told."""
+    folder = job_folder("j", runtime)
+    write_private(folder / "url", "http://one:1")
+    config = HostConfig("j", "h", "http://alias:1", "token", runtime)
+    assert config.followed() is config
+    write_private(folder / "url", "http://two:2")
+    moved = config.followed()
+    assert (moved.settings(3)["url"], moved.settings(3)["seen"]) == ("http://two:2", "http://two:2")
+    assert moved == replace(config, url=moved.url)
+    assert moved.followed() is moved
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(config.paths.sock))
+        listener.listen()
+        over = threading.Event()
+        thread = threading.Thread(target=Finder(config, over.is_set).find)
+        thread.start()
+        asked = Wire(listener.accept()[0])
+        asked.send(Tag.HELLO, json.dumps({"protocol": PROTOCOL, "nonce": "x", "watchdog": "f" * 16}).encode())
+        [auth] = until(asked.receive)
+        over.set()
+        thread.join()
+        asked.close()
+    assert json.loads(auth.payload)["url"] == "http://two:2"
 
 
 def test_only_the_very_process_is_ended() -> None:
