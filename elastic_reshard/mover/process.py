@@ -243,7 +243,10 @@ class _Line:
             if not self.proved and time.monotonic() - self._since >= self._patience:
                 self.drop("it did not prove itself in time")
             return
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        except OSError:  # too many open files
+            return
         try:
             sock.connect(self._birth.sock)
         except OSError:  # nobody there, or too many who ask

@@ -149,8 +149,8 @@ class Address:
     def _written(self) -> str:
         try:
             return _line(runtime_folder(self._runtime) / self._job / "url")
-        except ProtocolError:
-            return ""  # what others may write to is not believed
+        except (ProtocolError, OSError):
+            return ""  # what others may write to is not believed; what cannot be read now is read at the next look
 
     def look(self) -> bool:
         """Whether it has moved since the last look; `url` is the new one then, `known` has all so far. Reads one file."""

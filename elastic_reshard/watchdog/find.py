@@ -5,6 +5,7 @@ Whoever starts or replaces holds the host's lock, and looks again when it has it
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import os
@@ -24,7 +25,7 @@ from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.ids import PROTOCOL
 from elastic_reshard.protocol.wire import Tag, Wire, credentials, proof
 from elastic_reshard.watchdog.patience import Patience
-from elastic_reshard.watchdog.runtime import Lock, condemn, end_process
+from elastic_reshard.watchdog.runtime import Lock, condemn, end_process, read_record
 from elastic_reshard.watchdog.start import HostConfig, start
 
 __all__ = ["Finder", "Found", "refusal"]
@@ -81,12 +82,22 @@ class Finder:
         self._stopping = stopping
         self._locked_since: float | None = None
         self._starts = 0
+        self._deaf = False  # the last one dialled took nobody in, all the time
 
     def find(self, lost: Found | None = None, why: str = "") -> Found | None:
         """A watchdog that answers, started if need be; None if it was told to stop. Blocks until then.
 
         lost: one that is not to be trusted any more, because of `why`: killed with proof of death, if it is still the
         host's. Raises Unauthorized, JoinRefused, MembershipError."""
+        try:
+            return self._find(lost, why)
+        except OSError as error:  # too many open files, a full disk: it may pass
+            raise MembershipError(
+                f"this process cannot get to the watchdog of host {self.config.host}: {error}; look at its limits, and at the "
+                f"disk of {self._paths.base}"
+            ) from error
+
+    def _find(self, lost: Found | None, why: str) -> Found | None:
         suspect = _Suspect(lost.pid, os.dup(lost.pidfd), why) if lost is not None else None
         try:
             while not self._stopping():
@@ -133,19 +144,32 @@ class Finder:
                 os.close(pidfd)
 
     def _dial(self) -> socket.socket | None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        # A full backlog (a frozen watchdog, many who ask) must not block: its process is named all the same.
-        sock.settimeout(self.config.deadlines.watchdog_silent)
-        try:
-            sock.connect(str(self._paths.sock))
-        except PermissionError as error:
-            sock.close()
-            raise MembershipError(f"{self._paths.sock} is not for user {os.getuid()}: {error}") from error
-        except (FileNotFoundError, ConnectionError, TimeoutError) as error:
-            sock.close()
-            self.reason = f"nobody listens at {self._paths.sock} ({error})"
-            return None
-        return sock
+        """Whoever listens at the host's socket; None if nobody takes us in. Blocks `watchdog_silent` at most."""
+        self._deaf = False
+        deadlines, where = self.config.deadlines, str(self._paths.sock)
+        patience = Patience(deadlines.watchdog_silent, deadlines.watchdog_beat, time.monotonic())
+        while True:
+            kind = socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+            sock, taken = socket.socket(socket.AF_UNIX, kind), False
+            try:
+                sock.connect(where)
+                taken = True
+                return sock
+            except PermissionError as error:
+                raise MembershipError(f"{where} is not for user {os.getuid()}: {error}") from error
+            except (FileNotFoundError, ConnectionError) as error:
+                self.reason = f"nobody listens at {where} ({error})"
+                return None
+            except BlockingIOError:  # a full backlog: many who ask, or it is frozen
+                self.reason = f"nobody is taken in at {where}: too many wait"
+            finally:
+                if not taken:
+                    sock.close()
+            self._deaf = patience.silent(time.monotonic())
+            if self._deaf or self._stopping():
+                return None
+            patience.due(time.monotonic(), _LOOK)
+            time.sleep(_LOOK)
 
     def _prove(self, wire: Wire) -> str:
         """Both sides show that they hold the token; the watchdog's instance."""
@@ -197,8 +221,12 @@ class Finder:
                 if suspect is None or pid != suspect.pid:
                     time.sleep(_LOOK)  # somebody has been faster, or it is there and has no time for us
                     return True
+            elif self._stopping():
+                return False
             if suspect is not None:
                 self._condemn(suspect)
+            if self._deaf:
+                self._condemn_deaf()
             hook("link.locked")
             if self._starts:
                 # The last one did not live to listen: not in a hurry, this is somebody's CPU.
@@ -221,6 +249,19 @@ class Finder:
                 f"the watchdog of host {self.config.host} (process {suspect.pid}) was killed because {suspect.why}, but its "
                 f"end was not seen in {within} s; it hangs in the kernel: use another host label, or restart the machine"
             )
+
+    def _condemn_deaf(self) -> None:
+        """One that nobody can connect to is named by its record."""
+        record = read_record(self._paths.record)
+        if record is None or not record.alive:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(record.pid)
+            try:
+                if record.alive:  # as before it was opened
+                    self._condemn(_Suspect(record.pid, pidfd, "it takes nobody in"))
+            finally:
+                os.close(pidfd)
 
     def _wait_for(self, lock: Lock) -> None:
         """Somebody else starts a watchdog; one that hangs while starting is ended."""

@@ -191,7 +191,7 @@ class Movers:
         try:
             async with self._asking:
                 await asyncio.to_thread(self._nursery.warm, time.monotonic() + _FORK)
-        except ReshardError as error:
+        except (ReshardError, OSError) as error:
             _log.warning("nursery.unavailable", host=self._service.host, why=str(error))
 
     async def _fork(self, mover: str, member: str) -> None:
@@ -201,7 +201,7 @@ class Movers:
         try:
             async with self._asking:
                 born = await asyncio.to_thread(self._nursery.fork, birth, time.monotonic() + _FORK)
-        except ReshardError as error:
+        except (ReshardError, OSError) as error:  # also a full disk, or too many open files: tried again
             _log.error("mover.not_forked", member=member, mover=mover, why=str(error))
             self.crew.not_forked(mover, service.loop.time())
             return

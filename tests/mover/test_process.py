@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import secrets
 import select
 import signal
@@ -183,6 +184,23 @@ def test_another_watchdog_finds_it_as_it_is_and_the_work_goes_on(place: Place, w
     watch.order(doc, state=TransferState.STOPPING, until=held.began)
     out = watch.report("out")
     assert (out.outcome, out.began) == ("stopped", held.began + 1)
+
+
+def test_at_its_limit_on_open_files_it_goes_on_and_comes_back_later(place: Place, watch: Watch) -> None:
+    born = forked(place)
+    watch.accept()
+    assert watch.page is not None
+    page, watch.page = watch.page, None
+    soft, hard = resource.prlimit(born.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(born.pid, resource.RLIMIT_NOFILE, (3, hard))
+    watch.hang_up()
+    beats = page.glance().beats
+    until(lambda: page.glance().beats >= beats + 4, why="it lives without a connection")
+    page.close()
+    assert not select.select([watch.listener], [], [], 0.0)[0], "it could not connect"
+    resource.prlimit(born.pid, resource.RLIMIT_NOFILE, (soft, hard))
+    watch.accept()
+    assert started(born.pid) == born.start
 
 
 def test_one_that_does_not_hold_the_token_is_not_obeyed(place: Place, watch: Watch) -> None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
 import signal
+import socket
+import threading
 import time
+from typing import Any
 
 import pytest
 
+from elastic_reshard.errors import MembershipError
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.window import Window
+from elastic_reshard.watchdog.find import Finder
 from elastic_reshard.watchdog.link import HostLink
+from elastic_reshard.watchdog.runtime import Lock
 from tests.watchdog.world import Local, World, memory, read, table_of, until
 
 
@@ -78,6 +86,50 @@ def test_a_frozen_one_that_nobody_is_attached_to_is_replaced_by_a_starter(here: 
     joined = here.local("new").open()
     assert joined.link.watchdog_instance != before.watchdog
     assert not before.alive
+
+
+def test_a_frozen_one_that_takes_nobody_in_any_more_is_killed_and_replaced(here: World) -> None:
+    """Its backlog is full, so that the kernel names nobody: its record does."""
+    here.deadlines = Deadlines(watchdog_silent=1.0, orphan_hold=1.0)
+    here.local("gone").open().link.close(graceful=False)
+    before = here.freeze()
+    with contextlib.ExitStack() as waiting:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock = waiting.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+                sock.connect(str(here.paths().sock))
+        joined = here.local("new").open()
+    assert joined.link.watchdog_instance != before.watchdog
+    assert not before.alive, "no zombie that could wake"
+
+
+@pytest.mark.parametrize("step", ["dial", "take"])
+def test_short_of_files_a_member_tries_again(here: World, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """At its user's limit on open files, or with a full disk, while it replaces the watchdog."""
+    one = here.local("one").open()
+    owner, name = (Finder, "_dial") if step == "dial" else (Lock, "take")
+    before, works, refused = here.watchdog(), getattr(owner, name), threading.Event()
+
+    def fails(*args: Any) -> Any:
+        if refused.is_set():
+            return works(*args)
+        refused.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(owner, name, fails)
+    here.kill()
+    replaced(one.link, before.watchdog, 3.5)
+    assert refused.is_set()
+    assert one.link.failure is None
+
+
+def test_short_of_files_before_it_has_attached_a_member_says_so(here: World) -> None:
+    here.paths().make()
+    here.paths().lock.mkdir()  # as unwritable as on a full disk
+    with pytest.raises(MembershipError, match=r"cannot get to the watchdog of host a: .*Is a directory"):
+        here.local().open()
+    here.paths().lock.rmdir()
+    here.paths().folder.rmdir()
 
 
 @pytest.mark.long

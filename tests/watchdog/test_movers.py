@@ -270,6 +270,16 @@ def test_the_nursery_dies_and_movers_live_on(crew: Crewed) -> None:
     assert crew.nursery() != nursery
 
 
+def test_where_no_nursery_can_be_started_the_watchdog_stays_and_tries_again(crew: Crewed) -> None:
+    lock = Paths.of_nursery("job", crew.here.folder).lock
+    lock.mkdir()  # as unwritable as on a full disk
+    doc, before = crew.tell(crew.doc("quick")), crew.here.watchdog()
+    until(lambda: "mover.not_forked" in crew.here.log() or crew.here.running() != before)
+    lock.rmdir()
+    crew.said(doc, "ready", 10.0)
+    assert crew.here.watchdog().watchdog == before.watchdog
+
+
 def test_a_replaced_watchdog_knows_the_mover_again_and_the_transfer_goes_on(crew: Crewed) -> None:
     doc = crew.running()
     pid, mover = crew.pid(), crew.now(doc, "running").mover

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from elastic_reshard.errors import ProtocolError
+from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.ids import PROTOCOL
 from elastic_reshard.protocol.places import job_folder, write_private
 from elastic_reshard.protocol.wire import Tag, Wire
@@ -128,6 +131,31 @@ def test_a_supervisor_that_moved_is_followed_on_the_way_to_a_watchdog(runtime: P
         thread.join()
         asked.close()
     assert json.loads(auth.payload)["url"] == "http://two:2"
+    (folder / "url").unlink()
+    (folder / "url").mkdir()
+    assert moved.followed() is moved, "what cannot be read tells of no move"
+
+
+def test_a_full_backlog_has_its_time_as_silence_has(runtime: Path) -> None:
+    """Many who ask at once are no reason to start a second watchdog, nor to end the member."""
+    job_folder("j", runtime)
+    finder = Finder(HostConfig("j", "h", "http://h:1", "t", runtime, Deadlines(watchdog_silent=1.0)), lambda: False)
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(str(finder.config.paths.sock))
+        listener.listen(0)
+        waiting = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        waiting.connect(str(finder.config.paths.sock))
+        began = time.monotonic()
+        assert finder._dial() is None
+        assert 1.0 <= time.monotonic() - began < 3.0
+        assert "too many wait" in finder.reason
+        timer = threading.Timer(0.2, lambda: held.enter_context(listener.accept()[0]))
+        timer.start()
+        taken = finder._dial()
+        timer.join()
+        assert taken is not None
+        taken.close()
 
 
 def test_only_the_very_process_is_ended() -> None:
