@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hmac
 import importlib
 import json
 import logging
@@ -20,9 +19,9 @@ from typing import Any, Final
 
 from elastic_reshard.arena.channel import close_all
 from elastic_reshard.log import logger
-from elastic_reshard.mover.nursery import ANSWER, Birth, hear
+from elastic_reshard.mover.nursery import ANSWER, Birth, hear, nonce_of
 from elastic_reshard.protocol.processes import Lock, started
-from elastic_reshard.protocol.wire import credentials, proof
+from elastic_reshard.protocol.wire import credentials, proof, proves
 
 __all__ = ["serve"]
 
@@ -144,8 +143,8 @@ class _Server:
     def _obey(self, client: _Client, said: dict[str, Any], poll: select.poll) -> bool:
         """Do what a client says; whether it makes sense. OSError if it does not read."""
         if not client.proved:
-            token, mine = self._settings["token"], str(said.get("nonce"))
-            if not hmac.compare_digest(proof(token, "watchdog", client.nonce, mine), str(said.get("proof"))):
+            token, mine = self._settings["token"], nonce_of(said)
+            if not proves(said.get("proof"), token, "watchdog", client.nonce, mine):
                 client.say({"refused": "the token is another"})
                 return False
             client.proved = True

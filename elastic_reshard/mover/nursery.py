@@ -13,7 +13,6 @@ Packets (SOCK_SEQPACKET), JSON: nursery {nonce}, watchdog {nonce, proof}, nurser
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import secrets
@@ -30,9 +29,9 @@ from elastic_reshard.arena.channel import Closing, close_all
 from elastic_reshard.errors import MembershipError, PeerLost, Unauthorized
 from elastic_reshard.log import logger
 from elastic_reshard.protocol.processes import Lock, end_process, started
-from elastic_reshard.protocol.wire import credentials, proof
+from elastic_reshard.protocol.wire import credentials, proof, proves
 
-__all__ = ["ANSWER", "PRELOAD", "WORK", "Birth", "Born", "Nursery", "NurseryConfig", "hear"]
+__all__ = ["ANSWER", "PRELOAD", "WORK", "Birth", "Born", "Nursery", "NurseryConfig", "hear", "nonce_of"]
 
 _log = logger("nursery")
 WORK: Final = "elastic_reshard.mover.work:Worker"
@@ -212,13 +211,12 @@ class Nursery(Closing):
         sock, mine = self._connect(), secrets.token_hex(16)
         keep = False
         try:
-            theirs = str(_answer(sock)[0].get("nonce"))
+            theirs = nonce_of(_answer(sock)[0])
             sock.send(
                 json.dumps({"nonce": mine, "proof": proof(self._config.token, "watchdog", theirs, mine)}).encode()
             )
             said = _answer(sock)[0]
-            proved = str(said.get("proof"))
-            if not hmac.compare_digest(proof(self._config.token, "nursery", mine, theirs).encode(), proved.encode()):
+            if not proves(said.get("proof"), self._config.token, "nursery", mine, theirs):
                 raise Unauthorized(
                     f"the nursery at {self._config.sock} is of another token ({said.get('refused', 'it proves another')}); "
                     "a job of one name on one machine has one token: give this job another name, or end the other one"
@@ -290,12 +288,20 @@ def hear(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     data, fds, _, _ = socket.recv_fds(sock, _PACKET, 4, socket.MSG_CMSG_CLOEXEC)
     try:
         said = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = None
     if not isinstance(said, dict):
         close_all(fds)
         raise ConnectionError("it ended" if not data else "it says what cannot be read")
     return said, list(fds)
+
+
+def nonce_of(said: dict[str, Any]) -> str:
+    """The nonce in a packet. OSError if there is none."""
+    nonce = said.get("nonce")
+    if not isinstance(nonce, str):
+        raise ConnectionError("it greets without a nonce")
+    return nonce
 
 
 def _exec(config: NurseryConfig, lock: Lock) -> None:

@@ -8,7 +8,6 @@ what the worker does goes on meanwhile. It is ended by SIGKILL; by itself it end
 from __future__ import annotations
 
 import faulthandler
-import hmac
 import importlib
 import json
 import os
@@ -34,7 +33,7 @@ from elastic_reshard.protocol.docs import TransferDoc
 from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.ids import PROTOCOL
 from elastic_reshard.protocol.processes import DUMP
-from elastic_reshard.protocol.wire import Tag, Wire, proof
+from elastic_reshard.protocol.wire import Tag, Wire, proof, proves, words_of
 
 __all__ = ["Work", "main"]
 
@@ -289,12 +288,7 @@ class _Line:
         return found
 
     def _greeted(self, message: Message) -> None:
-        try:
-            said = json.loads(message.payload)
-        except ValueError:
-            said = None
-        if not isinstance(said, dict):
-            raise ProtocolError("it greets in words that cannot be read")
+        said = words_of(message.payload)
         match message.tag:
             case Tag.REFUSE:
                 self.refused = str(said.get("reason"))
@@ -304,8 +298,7 @@ class _Line:
                 answer = proof(self._token, "member", self._theirs, self._mine)
                 self.send(Tag.AUTH, json.dumps({**words, "proof": answer}).encode())
             case Tag.PROVED:
-                right = proof(self._token, "watchdog", self._mine, self._theirs)
-                if not hmac.compare_digest(right.encode(), str(said.get("proof")).encode()):
+                if not proves(said.get("proof"), self._token, "watchdog", self._mine, self._theirs):
                     raise ProtocolError("whoever listens at the watchdog's socket does not hold the job's token")
                 self.proved = self.fresh = True
             case _:

@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from elastic_reshard.arena.channel import Closing, Inbox, Message, close_all, header, rights
 from elastic_reshard.errors import ArenaError, PeerLost, ProtocolError
 
-__all__ = ["Credentials", "Tag", "Wire", "arena_of", "arena_payload", "credentials", "proof"]
+__all__ = ["Credentials", "Tag", "Wire", "arena_of", "arena_payload", "credentials", "proof", "proves", "words_of"]
 
 LIMIT: Final = 64 << 20  # bytes of a frame of an authenticated peer: a supervisor's snapshot, a table of an arena
 STRANGER_LIMIT: Final = 4096  # bytes of a frame of one that has not proved anything yet
@@ -76,8 +76,28 @@ def credentials(sock: socket.socket) -> Credentials:
 
 
 def proof(token: str, side: str, *nonces: str) -> str:
-    """That whoever says it holds the job's token; compare with hmac.compare_digest."""
-    return hmac.digest(token.encode(), "\0".join((side, *nonces)).encode(), "sha256").hex()
+    """That whoever says it holds the job's token; `proves` compares. Nonces may be any text that JSON can say."""
+    return hmac.digest(token.encode(), _bytes("\0".join((side, *nonces))), "sha256").hex()
+
+
+def proves(said: object, token: str, side: str, *nonces: str) -> bool:
+    """Whether what somebody said, of whatever kind, is that proof."""
+    return isinstance(said, str) and hmac.compare_digest(_bytes(proof(token, side, *nonces)), _bytes(said))
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def words_of(payload: bytes) -> dict[str, Any]:
+    """The words of a frame in JSON: an object of texts, numbers, truths and nulls. Raises ProtocolError for anything else."""
+    try:
+        said = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"words that cannot be read: {payload[:80]!r}") from error
+    if not isinstance(said, dict) or any(isinstance(word, dict | list) for word in said.values()):
+        raise ProtocolError(f"words of the wrong kind: {payload[:80]!r}")
+    return said
 
 
 class Arena(NamedTuple):
@@ -98,7 +118,8 @@ def arena_of(payload: bytes) -> Arena:
     head, _, table = payload.partition(b"\n")
     try:
         arena, owner = json.loads(head)
-    except (ValueError, TypeError) as error:
+        table.decode()  # movers are given it as text
+    except (ValueError, TypeError, RecursionError) as error:
         raise ProtocolError(f"an offer of an arena that cannot be read: {error}") from error
     if (
         not isinstance(arena, str)
@@ -106,7 +127,7 @@ def arena_of(payload: bytes) -> Arena:
         or not _ARENA.fullmatch(arena)
         or not _OWNER.fullmatch(owner)
     ):
-        raise ProtocolError(f"an offer of an arena with the id {str(arena)[:80]!r} and the owner {str(owner)[:80]!r}")
+        raise ProtocolError(f"an offer of an arena whose id and owner are said to be {head[:240]!r}")
     return Arena(arena, owner, table)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import secrets
@@ -19,7 +18,17 @@ from elastic_reshard.mover.status import StatusReader
 from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.ids import PROTOCOL
 from elastic_reshard.protocol.messages import Statement
-from elastic_reshard.protocol.wire import STRANGER_LIMIT, Arena, Tag, Wire, arena_of, credentials, proof
+from elastic_reshard.protocol.wire import (
+    STRANGER_LIMIT,
+    Arena,
+    Tag,
+    Wire,
+    arena_of,
+    credentials,
+    proof,
+    proves,
+    words_of,
+)
 from elastic_reshard.watchdog.hosting import Hosting, Wakes
 
 __all__ = ["Connection", "statement_of"]
@@ -216,8 +225,7 @@ class Connection:
                 "use one version of elastic_reshard on a host",
             )
             return
-        theirs = proof(service.token, "member", self._nonce, said["nonce"])
-        if not hmac.compare_digest(theirs.encode(), said["proof"].encode()):
+        if not proves(said["proof"], service.token, "member", self._nonce, said["nonce"]):
             self.refuse("Unauthorized", f"its token is not that of job {service.job}")
         else:
             self._proved, self._url = True, said["url"]
@@ -279,11 +287,8 @@ class Connection:
 
 
 def _strings(payload: bytes, *names: str) -> dict[str, Any]:
-    try:
-        said = json.loads(payload)
-    except ValueError as error:
-        raise ProtocolError("words that cannot be read") from error
-    if not isinstance(said, dict) or set(said) != set(names):
+    said = words_of(payload)
+    if set(said) != set(names):
         raise ProtocolError(f"words that are not {names}")
     if not all(isinstance(said[name], str) for name in names if name != "protocol"):
         raise ProtocolError("words of the wrong kind")

@@ -6,7 +6,6 @@ Whoever starts or replaces holds the host's lock, and looks again when it has it
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
 import secrets
@@ -23,7 +22,7 @@ from elastic_reshard.errors import Unauthorized as _Unauthorized
 from elastic_reshard.log import logger
 from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.ids import PROTOCOL
-from elastic_reshard.protocol.wire import Tag, Wire, credentials, proof
+from elastic_reshard.protocol.wire import Tag, Wire, credentials, proof, proves, words_of
 from elastic_reshard.watchdog.patience import Patience
 from elastic_reshard.watchdog.runtime import Lock, condemn, end_process, read_record
 from elastic_reshard.watchdog.start import HostConfig, start
@@ -64,9 +63,9 @@ class _Silent(PeerLost):
 def refusal(payload: bytes) -> ReshardError:
     """The error that a REFUSE or a CONNECTION frame names."""
     try:
-        said: dict[str, Any] = json.loads(payload)
+        said = words_of(payload)
         kind, reason = str(said["kind"]), str(said["reason"])
-    except (ValueError, KeyError, TypeError):
+    except (ProtocolError, KeyError):
         return ProtocolError("the watchdog refused this member in words that cannot be read")
     known = {error.__name__: error for error in (_Unauthorized, JoinRefused, NotAMember, MembershipError)}
     return known.get(kind, JoinRefused)(f"refused: {reason}")
@@ -183,8 +182,8 @@ class Finder:
         theirs = str(hello.get("nonce"))
         said = {"protocol": PROTOCOL, "url": config.url, "nonce": mine}
         wire.send(Tag.AUTH, json.dumps({**said, "proof": proof(config.token, "member", theirs, mine)}).encode())
-        proved = str(_read(self._await(wire, Tag.PROVED)).get("proof"))
-        if not hmac.compare_digest(proof(config.token, "watchdog", mine, theirs).encode(), proved.encode()):
+        proved = _read(self._await(wire, Tag.PROVED)).get("proof")
+        if not proves(proved, config.token, "watchdog", mine, theirs):
             raise _Unauthorized(f"whoever listens at {self._paths.sock} does not hold the token of job {config.job}")
         return str(hello.get("watchdog"))
 
@@ -294,9 +293,6 @@ def _payload(message: Message, tag: Tag) -> bytes:
 
 def _read(payload: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(payload)
-    except ValueError as error:
-        raise JoinRefused(f"the process at the watchdog's socket says what cannot be read: {error}") from error
-    if not isinstance(said, dict):
-        raise JoinRefused("the process at the watchdog's socket says what cannot be read")
-    return said
+        return words_of(payload)
+    except ProtocolError as error:
+        raise JoinRefused(f"the process at the watchdog's socket says {error}") from error

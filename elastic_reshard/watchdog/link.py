@@ -6,7 +6,6 @@ arenas, and O_RDONLY descriptors of everybody else's. The thread never touches a
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import threading
@@ -31,7 +30,7 @@ from elastic_reshard.log import logger
 from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.messages import Statement
 from elastic_reshard.protocol.view import Farewell, Heard, Told, read_down
-from elastic_reshard.protocol.wire import Tag, arena_of, arena_payload
+from elastic_reshard.protocol.wire import Tag, arena_of, arena_payload, words_of
 from elastic_reshard.watchdog.find import Finder, Found, refusal
 from elastic_reshard.watchdog.patience import Patience
 from elastic_reshard.watchdog.shelf import HeldArena, Shelf
@@ -396,9 +395,9 @@ class HostLink(Closing):
 
     def _connection(self, payload: bytes) -> None:
         try:
-            said = json.loads(payload)
+            said = words_of(payload)
             connected, kind, reason = bool(said["connected"]), str(said["kind"]), str(said["reason"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ProtocolError, KeyError) as error:
             raise ProtocolError(f"the watchdog's word on its connection cannot be read: {error}") from error
         with self._lock:
             self._connected, self._reason = connected, reason

@@ -108,7 +108,18 @@ def test_another_token_gets_nothing(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    "packets", [[b"{"], [b"[]"], [json.dumps({"fork": {}}).encode()], [b'{"bye": true}'], [b"x" * 70000]]
+    "packets",
+    [
+        [b"{"],
+        [b"[]"],
+        [json.dumps({"fork": {}}).encode()],
+        [b'{"bye": true}'],
+        [b"x" * 70000],
+        [b"[" * 4000],
+        [b'{"nonce": "\\ud800", "proof": "x"}'],
+        ['{"nonce": "n", "proof": "\u00e9"}'.encode()],
+    ],
+    ids=lambda packets: packets[0][:12].decode(),
 )
 def test_garbage_ends_its_own_connection_only(place: Place, packets: list[bytes]) -> None:
     client = place.client()

@@ -187,6 +187,10 @@ def test_a_runtime_folder_that_others_can_write_to_is_refused(here: World) -> No
     here.folder.chmod(0o700)
 
 
+def frame(tag: Tag, payload: bytes) -> bytes:
+    return struct.pack("<IIB", tag, len(payload), 0) + payload
+
+
 STRANGERS_GARBAGE = [
     b"GET / HTTP/1.1\r\n\r\n" * 3,
     struct.pack("<IIB", Tag.AUTH, 1 << 31, 0),  # huge
@@ -196,6 +200,9 @@ STRANGERS_GARBAGE = [
     struct.pack("<IIB", Tag.AUTH, 2, 0) + b"[]",
     struct.pack("<IIB", Tag.AUTH, 62, 0) + b'{"protocol": 1, "url": 1, "nonce": [1], "proof": {"a": "bbb"}}',
     struct.pack("<IIB", Tag.AUTH, 2, 3) + b"{}",  # announces descriptors that do not come
+    frame(Tag.AUTH, b"[" * 4000),
+    frame(Tag.AUTH, b'{"protocol":%d,"url":"u","nonce":"\\ud800","proof":"x"}' % PROTOCOL),
+    frame(Tag.AUTH, b'{"protocol":%d,"url":"u","nonce":"n","proof":"\\ud800"}' % PROTOCOL),
 ]
 
 
@@ -229,6 +236,8 @@ def test_garbage_of_a_member_ends_its_connection_only(here: World) -> None:
         (Tag.WINDOW, b"", (reader,)),
         (Tag.OFFER, arena_payload(arena, local.member, b"{}"), (reader,)),  # no memory
         (Tag.OFFER, b"no json\nat all", (fd,)),
+        (Tag.OFFER, b"[" * 4000 + b"\n{}", (fd,)),
+        (Tag.OFFER, arena_payload(arena, local.member, b"\xff"), (fd,)),  # a table that is no text
         (Tag.BEAT, b"", (fd,)),
         (Tag.SUPERVISOR, b"{}", ()),
     ]
