@@ -5,6 +5,7 @@ Pure: no I/O, no clock, no threads. `member.session` drives it under a lock; the
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -57,6 +58,8 @@ class MemberCore:
         self.source_from = 0
         self.count = 0  # the last publish
         self.count_from = 0  # as the group's document says
+        self._label: str | None = None  # of the last publish
+        self._offered: tuple[int, str | None, int] = 0, None, 0  # last: number, label; a digest of the numbers of all
         self.unsaid = False  # something changed that the supervisor waits for: state it
         self.install = Install()
         self.holding: Holding | None = None
@@ -186,14 +189,19 @@ class MemberCore:
         """Publish into a new arena from now on; older ones are kept in mind until their slots are free."""
         self.slots += [SlotState(arena, slot) for slot in range(slots)]
 
-    def next_publish(self) -> int:
-        """The number of the next publish of this member's group."""
-        self.count = max(self.count, self.count_from) + 1
+    def next_publish(self, label: str | None = None) -> int:
+        """The number of a publish that begins. Taken first of all: a call that fails is its step too. One with the label of the
+        call that failed just before is that one again, where labels tell steps apart."""
+        seq, told, _ = self._offered
+        again = label not in (None, told) and label == self._label and seq < self.count > self.count_from
+        if not again:
+            self.count = max(self.count, self.count_from) + 1
+        self._label = label
         return self.count
 
     @property
     def must_label(self) -> bool:
-        """Whether publishes without a label could be taken for others': part of the group was replaced."""
+        """Whether publishes without a label could be taken for others': some ranks were replaced, or counted otherwise."""
         group = self.my_group
         return group is not None and bool(group.eras) and group.eras[-1].mixed
 
@@ -253,7 +261,8 @@ class MemberCore:
 
     def offer(self, slot: SlotState, fill: Fill) -> None:
         """A claimed slot has been written: it may be minted."""
-        slot.fill, slot.writing = fill, False
+        slot.fill, slot.writing = fill.model_copy(update={"before": self._offered[2]}), False
+        self._offered = fill.seq, fill.label, zlib.crc32(fill.seq.to_bytes(8, "little"), self._offered[2])
 
     def holders(self, arena: str) -> list[str]:
         """Who holds the arena's slots, in words."""

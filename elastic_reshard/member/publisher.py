@@ -157,19 +157,22 @@ class Publisher:
     def publish(self, label: str | None, extras: Mapping[str, Any] | None, timeout: float) -> Publication:
         """See `Member.publish`."""
         deadline = time.monotonic() + timeout
-        _check_extras(extras)
         if not self._busy.acquire(timeout=timeout):
+            with self._desk.changed:
+                self._desk.core.next_publish(label)
             raise RefitTimeout(f"another publish of {self._desk.core.member} was under way for {timeout} s")
         try:
-            described = self._filler.describe()
             with self._desk.changed:
                 self._desk.check()
                 if label is None and self._desk.core.must_label:
                     raise ProtocolError(
-                        f"a rank of group {self._desk.core.group.name} was replaced while others went on: give each publish a "
-                        "label of its step, so that two steps are never taken for one (or start the whole gang again)"
+                        f"a rank of group {self._desk.core.group.name} was replaced while others went on, or a publish "
+                        "failed on some ranks only: give each publish a label of its step, so that two steps are never taken "
+                        "for one (or start the whole gang again)"
                     )
-                seq = self._desk.core.next_publish()
+                seq = self._desk.core.next_publish(label)
+            _check_extras(extras)
+            described = self._filler.describe()
             if described is not self._described:
                 self._accept(described, seq, deadline)
             return self._publish(label, dict(extras or {}), seq, deadline, timeout)
@@ -219,7 +222,8 @@ class Publisher:
         def late() -> str:
             return (
                 f"every slot of {core.member} was held for {timeout} s: {'; '.join(core.holders(arena.arena_id))}"
-                f"{self._desk.silence()}. Publish again later, or look at the groups that hold them"
+                f"{self._desk.silence()}. This call counts as its step: go on with the next one (or repeat it under its "
+                "step's label), and look at the groups that hold them"
             )
 
         # The window is opened only where a mover has to free a slot: whoever opens it may have to wait for that mover.

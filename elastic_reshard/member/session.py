@@ -281,10 +281,12 @@ class Member:
         """Copy this rank's tensors into a free slot and offer them. Every rank of the gang calls it for the same steps, with
         the same label. Returns after the local copy; the version lives on from then even if this process dies.
 
-        label: opaque, may repeat or go back; needed once a rank was replaced while others went on. extras: a small JSON-ready
-            dict that travels along (rank 0's counts).
+        label: opaque, may repeat or go back. Without one the ranks' calls are paired by their number, those that raised
+            included, and one that is repeated is another; needed once a rank was replaced while others went on, or a call
+            failed on some ranks only. extras: a small JSON-ready dict that travels along (rank 0's counts).
         Blocks for the copy, and at most `timeout` seconds for a free slot. Raises SlotsBusy (naming who holds them),
-        LayoutError (a changed layout that cannot be served; nothing was copied), NotAMember.
+        LayoutError (a changed layout that cannot be served; nothing was copied), ProtocolError (extras; no label where one is
+        needed), NotAMember.
         """
         if self._publisher is None:
             raise NotAMember(f"{self.id} is no source; join with role='source'")

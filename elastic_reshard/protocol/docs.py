@@ -232,8 +232,8 @@ class VerdictDoc(Message):
 
 class EraDoc(Message):
     """The publishes of one set of incarnations in one layout: those numbered above `start`, whose upper bits count the sets.
-    A group's older era may have one left that was not minted yet. mixed: some had published before others joined, so that
-    counting alone does not say which publishes belong together: labels must."""
+    A group's older era may have one left that was not minted yet. mixed: some had published before others joined, or
+    a call failed on some ranks only, so that counting alone does not say which publishes belong together: labels must."""
 
     members: tuple[str, ...]
     start: Count

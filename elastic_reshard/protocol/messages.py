@@ -46,7 +46,8 @@ class Fill(Message):
     """A slot that holds one publish of a member, offered to be minted.
 
     seq: number of the publish in its group, above the group's `count_from`. fragment: content id of the layout fragment
-    it was made by.
+    it was made by. before: a digest of the numbers that this process had offered: unlike ones tell of a call that failed here
+    only, after which the same number may be another step.
     stall, nbytes: what the copy cost, for the metrics.
     """
 
@@ -57,6 +58,7 @@ class Fill(Message):
     label: Text | None = None
     extras: dict[str, Any] = {}
     fragment: Hex
+    before: Count = 0
     stall: float = 0.0
     nbytes: Count = 0
 

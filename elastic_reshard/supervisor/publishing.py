@@ -115,7 +115,9 @@ def _ready(draft: Draft, group: Group, era: EraDoc) -> tuple[int, dict[int, tupl
     for seq in sorted(offers, reverse=True):
         ready = offers[seq]
         labels = {fill.label for _, fill in ready.values()}
-        if len(labels) > 1 or (era.mixed and labels == {None}):
+        if len(labels) > 1 or (
+            labels == {None} and (era.mixed or len({fill.before for _, fill in ready.values()}) > 1)
+        ):
             unlike = unlike or ready
             continue  # ranks that count differently must not be mixed
         if len(ready) == len(era.members):
@@ -136,14 +138,18 @@ def _ready(draft: Draft, group: Group, era: EraDoc) -> tuple[int, dict[int, tupl
 
 
 def _count_anew(draft: Draft, group: Group, ready: dict[int, tuple[Member, Fill]]) -> None:
-    """One number under two labels: the ranks do not count alike, and would not by themselves ever again. What they offer is
-    given up, and all begin to count from the same number."""
-    said = ", ".join(f"{m.doc.id} {fill.label!r}" for m, fill in ready.values())
+    """One number under two labels, or without one after a call that failed on some ranks only: they do not count alike, and
+    would not by themselves ever again. What they offer is given up, and all begin to count from the same number; as each
+    hears of it at another step, labels are needed from now on."""
+    said = ", ".join(f"{m.doc.id} {'without a label' if f.label is None else repr(f.label)}" for m, f in ready.values())
     start = next_era(group.doc.count_from)
-    era = group.doc.eras[-1].model_copy(update={"start": start})
-    reason = fitting(f"its ranks published unlike steps as one, and count anew: {said}")
+    era = group.doc.eras[-1].model_copy(update={"start": start, "mixed": True})
+    reason = fitting(
+        f"its ranks published unlike steps as one; they count anew, each publish needs a label of its step: {said}"
+    )
     draft.durable = True
-    draft.change_group(group.doc.name, count_from=start, floor=start, eras=(*group.doc.eras[:-1], era), reason=reason)
+    eras = (*group.doc.eras[:-1], era)
+    draft.change_group(group.doc.name, count_from=start, floor=start, eras=eras, reason=reason)
     draft.log("group.counts_anew", group=group.doc.name, reason=reason)
 
 

@@ -178,6 +178,30 @@ def test_a_publish_below_the_floor_is_void_and_its_slot_free(world: World) -> No
     assert first in (0, 1)
 
 
+def test_a_call_that_failed_is_made_again_under_the_label_of_its_step(world: World) -> None:
+    core, start = world.core, world.core.count_from
+
+    def offered(label: str) -> int:
+        slot, _ = core.claim("aa")
+        assert slot is not None
+        core.offer(slot, Fill(arena="aa", slot=slot.slot, generation=2, seq=core.count, fragment="ff", label=label))
+        return core.count - start
+
+    calls = [core.next_publish("a") - start, core.next_publish("a") - start, offered("a")]  # failed, failed again, done
+    calls += [core.next_publish("b") - start, core.next_publish("c") - start, offered("c")]  # failed, gone on
+    world.tell(floor=core.count)
+    calls += [
+        core.next_publish("c") - start,
+        core.next_publish("c") - start,
+        offered("c"),
+    ]  # these labels tell nothing apart
+    calls += [core.next_publish() - start, core.next_publish() - start]
+    assert calls == [1, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7]
+    core.next_publish("d")
+    world.tell(count_from=2 << 32, floor=2 << 32)
+    assert core.next_publish("d") == (2 << 32) + 1, "a failed one of an earlier count is over"
+
+
 def test_a_late_rank_hears_of_the_version_that_others_began(world: World) -> None:
     era = EraDoc(members=(ME, OTHER), start=1 << 32, layout="L", fragments=(("ff", None), ("ff", None)))
     world.tell(eras=(era,))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic_reshard.arena.pretend import empty, open_pretend
+from elastic_reshard.errors import LayoutError, ProtocolError
 from elastic_reshard.member.core import MemberCore
 from elastic_reshard.member.desk import Desk
 from elastic_reshard.member.filler import Filler
@@ -33,9 +34,36 @@ def desk() -> Iterator[Desk]:
     made.turns.close()
 
 
-def publisher(desk: Desk) -> Publisher:
-    tensors = {"a": empty((300, 7), torch.float32, NUMBER)}
+def publisher(desk: Desk, tensors: Any = None) -> Publisher:
+    tensors = tensors or {"a": empty((300, 7), torch.float32, NUMBER)}
     return Publisher(desk, Filler(tensors, None, None, 0), cast(Any, Remote()), 0.0, Stage("m", "auto"))
+
+
+def test_a_call_that_fails_is_its_step_all_the_same(desk: Desk) -> None:
+    """Else the rank's next step would be taken for the one at which it failed; and an equal past says that it did not fail."""
+
+    def told(desk: Desk, source: Publisher) -> tuple[int, int]:
+        desk.core.heard = 1 << 40  # what is withdrawn is heard of at once
+        seq = source.publish(None, None, timeout=20.0)._seq
+        return next((s.fill.seq, s.fill.before) for s in desk.core.slots if s.fill is not None and s.fill.seq == seq)
+
+    tensors = {"a": empty((300, 7), torch.float32, NUMBER)}
+    source = publisher(desk, lambda: tensors)
+    first = told(desk, source)
+    with pytest.raises(ProtocolError, match="extras"):
+        source.publish(None, {"a": object()}, timeout=20.0)
+    tensors.clear()
+    with pytest.raises(LayoutError):
+        source.publish(None, None, timeout=20.0)
+    tensors["a"] = empty((300, 7), torch.float32, NUMBER)
+    after = told(desk, source)
+    other = Desk(MemberCore(ME, GroupSpec(name="g", size=1, rank=0), frozenset({"source"}), "h", os.getpid()))
+    other.link = cast(Any, Link())
+    source = publisher(other)
+    assert told(other, source) == first == (1, 0)
+    others = [told(other, source) for _ in range(3)]
+    assert after[0] == others[-1][0] == 4
+    assert after[1] != others[-1][1]
 
 
 def test_a_publish_with_a_free_slot_waits_for_no_mover(desk: Desk) -> None:

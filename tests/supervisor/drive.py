@@ -174,7 +174,7 @@ class Stage:
         """Claim a slot, fill it, offer it."""
         member = self.members[name]
         arena = member.slots[-1].arena
-        seq = self.seqs[name] = member.next_publish()
+        seq = self.seqs[name] = member.next_publish(label)
         slot, say = member.claim(arena)
         if say:
             self.state(name)
@@ -191,6 +191,11 @@ class Stage:
         )
         member.offer(slot, fill)
         self.state(name)
+
+    def do_fail(self, name: str, label: str | None = None) -> None:
+        """A publish that raises before it has anything to offer."""
+        seq = self.members[name].next_publish(label)
+        self.out.append(f"{name} fails to publish {seq >> 32}.{seq & 0xFFFFFFFF}")
 
     def do_withdraw(self, name: str) -> None:
         """A publish begins and finds no free slot."""

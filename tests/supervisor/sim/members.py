@@ -251,7 +251,7 @@ class Member(Proc):
         return arena
 
     def _begin_publish(self, round_: Round) -> Publishing:
-        seq = self.core.next_publish()
+        seq = self.core.next_publish(round_.label)
         if not self.core.slots:
             self._new_arena()
         changed = round_.fragment != self.fragment
