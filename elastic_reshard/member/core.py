@@ -248,16 +248,15 @@ class MemberCore:
         return None, False
 
     def unclaim(self) -> bool:
-        """The call gave up: offer again what it had withdrawn. Whether a statement is to be sent."""
+        """The call ended without an offer: what it had claimed is free, what it had withdrawn is offered again. Whether a
+        statement is to be sent."""
         changed = False
         for slot in self.slots:
+            if slot.writing:
+                slot.fill, slot.writing = None, False
             if slot.withdrawn is not None:
                 slot.withdrawn, changed = None, True
         return changed
-
-    def release(self, slot: SlotState) -> None:
-        """A claimed slot that was not offered after all."""
-        slot.fill, slot.writing = None, False
 
     def offer(self, slot: SlotState, fill: Fill) -> None:
         """A claimed slot has been written: it may be minted."""

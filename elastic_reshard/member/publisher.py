@@ -176,6 +176,11 @@ class Publisher:
             if described is not self._described:
                 self._accept(described, seq, deadline)
             return self._publish(label, dict(extras or {}), seq, deadline, timeout)
+        except BaseException:  # an interrupt may come anywhere
+            with self._desk.changed:
+                if self._desk.core.unclaim() and self._desk.link is not None:
+                    self._desk.say()
+            raise
         finally:
             self._filler.release()
             self._busy.release()
@@ -188,12 +193,7 @@ class Publisher:
             raise LayoutError(f"{core.member} has no arena")
         slot = self._claim(arena, deadline, timeout)
         hook("member.publish.claimed")
-        try:
-            filled = self._filler.fill(arena, slot.slot)
-        except BaseException:
-            with self._desk.changed:
-                core.release(slot)
-            raise
+        filled = self._filler.fill(arena, slot.slot)
         hook("member.publish.copied")
         fill = Fill(
             arena=arena.arena_id, slot=slot.slot, generation=filled.generation, seq=seq, label=label, extras=extras,
@@ -236,8 +236,6 @@ class Publisher:
             try:
                 return self._desk.wait(free, deadline, late)
             except RefitTimeout as error:
-                if core.unclaim():
-                    self._desk.say()
                 raise SlotsBusy(str(error), core.holders(arena.arena_id)) from None
 
     def _accept(self, described: Described, seq: int, deadline: float) -> None:

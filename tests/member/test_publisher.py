@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from elastic_reshard.member.desk import Desk
 from elastic_reshard.member.filler import Filler
 from elastic_reshard.member.publisher import Publisher
 from elastic_reshard.member.stage import Stage, Turns
-from elastic_reshard.protocol.messages import GroupSpec
+from elastic_reshard.protocol.messages import GroupSpec, Statement
 from elastic_reshard.protocol.window import Turn, Window
 from tests.member.desks import ME, Link, Remote
 
@@ -77,6 +78,54 @@ def test_a_publish_with_a_free_slot_waits_for_no_mover(desk: Desk) -> None:
     publisher(desk).publish("x", None, timeout=20.0)
     assert time.monotonic() - begun < 10
     turn.close()
+
+
+class Hearing(Link):
+    """A supervisor that soon hears what is stated."""
+
+    def __init__(self, desk: Desk) -> None:
+        super().__init__()
+        self._desk = desk
+
+    def state(self, statement: Statement) -> None:
+        super().state(statement)
+        threading.Thread(target=self._hear, args=(statement.number,)).start()
+
+    def _hear(self, number: int) -> None:
+        with self._desk.changed:
+            self._desk.core.heard = max(self._desk.core.heard, number)
+            self._desk.changed.notify_all()
+
+
+def interrupted(*_: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_after_a_slot_was_claimed_loses_no_slot(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk.link = cast(Any, Hearing(desk))
+    source = publisher(desk)
+    source.publish(None, None, timeout=20.0)
+    for _ in range(2):  # one for each slot
+        source.publish(None, None, timeout=20.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(desk.turns.window, "close", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                source.publish(None, None, timeout=20.0)
+    assert source.publish(None, None, timeout=3.0).state == "offered"
+
+
+def test_an_interrupt_while_a_slot_is_waited_for_takes_nothing_back(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = publisher(desk)
+    offered = [source.publish(None, None, timeout=20.0) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.changed, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            source.publish(None, None, timeout=20.0)
+    assert [one.state for one in offered] == ["offered", "offered"]
+    link = cast(Any, desk.link)
+    assert [len(said.fills) for said in link.statements[-2:]] == [1, 2], "and it is said again"
 
 
 def test_who_has_left_keeps_no_memory_of_a_device(desk: Desk) -> None:
