@@ -208,9 +208,14 @@ class Member:
         with desk.changed:
             first = desk.core.statement()
         link = HostLink(config, first, hear=desk.hear, changed=desk.wake)
-        link.open(deadline)
+        try:
+            link.open(deadline)
+            with desk.changed:
+                desk.link = link
+        except BaseException:
+            link.close(deadline=deadline)
+            raise
         with desk.changed:
-            desk.link = link
             if desk.core.unsaid:
                 desk.say()
             if desk.on_view is not None:
@@ -379,7 +384,8 @@ class Member:
 
     def leave(self, deadline: float = 30.0) -> None:
         """Leave the job: the group stops being whole, what this member published stays to be installed. Blocks until the
-        supervisor has taken note, at most `deadline` seconds; then this process is detached, whatever it said.
+        supervisor has taken note, at most `deadline` seconds, and 1 s more to take leave of the host's watchdog; then this
+        process is detached, whatever they said.
 
         Raises RefitTimeout if the supervisor could not be told (it will find out by itself). May be called again."""
         if self._desk.link is None:
@@ -404,7 +410,7 @@ class Member:
         except NotAMember:
             pass
         finally:
-            self._detach(graceful=True)
+            self._detach(graceful=True, deadline=end)
 
     def _abandon(self) -> None:
         """Joining failed: say so, so that nobody waits for this process."""
@@ -414,14 +420,14 @@ class Member:
                 self._desk.say()
         self._detach(graceful=True)
 
-    def _detach(self, graceful: bool) -> None:
+    def _detach(self, graceful: bool, deadline: float | None = None) -> None:
         with self._closing:
             with self._desk.changed:
                 link, self._desk.link = self._desk.link, None
                 self._desk.on_view = None
                 self._desk.changed.notify_all()
             if link is not None:
-                link.close(graceful=graceful)
+                link.close(graceful=graceful, deadline=deadline)
             self._desk.turns.close()
             if self._installer is not None:
                 self._installer.close()

@@ -88,23 +88,22 @@ class HostLink(Closing):
 
     def open(self, deadline: float) -> None:
         """Start the host's watchdog if there is none, attach, and wait until the supervisor has answered it.
-        Blocks until `deadline`. Raises SupervisorUnreachable, Unauthorized, JoinRefused, MembershipError; then the link is
-        closed."""
-        self._thread.start()
-        with self._lock:
-            self._news.wait_for(
-                lambda: self._connected or self._fatal() is not None, max(0.0, deadline - time.monotonic())
-            )
-            fatal, connected, reason = self._fatal(), self._connected, self._reason or self._finder.reason
-        if connected:
-            return
-        self.close()
-        if fatal is not None:
-            raise fatal
-        raise SupervisorUnreachable(
-            f"member {self._member} got no answer from the supervisor at {self._config.url} in time ({reason}); "
-            "start it, or look at the address and the network"
-        )
+        Blocks until `deadline`. Raises SupervisorUnreachable, Unauthorized, JoinRefused, MembershipError; then, as after an
+        interrupt, the link is closed."""
+        try:
+            self._thread.start()
+            within = max(0.0, deadline - time.monotonic())
+            with self._lock:
+                self._news.wait_for(lambda: self._connected or self._fatal() is not None, within)
+                fatal, connected, reason = self._fatal(), self._connected, self._reason or self._finder.reason
+            if not connected:
+                raise fatal or SupervisorUnreachable(
+                    f"member {self._member} got no answer from the supervisor at {self._config.url} in time ({reason}); "
+                    "start it, or look at the address and the network"
+                )
+        except BaseException:
+            self.close(deadline=deadline)
+            raise
 
     def state(self, statement: Statement) -> None:
         """Say this, the member's latest statement. When it returns, the watchdog's socket has it, or it is kept and said when
@@ -178,9 +177,10 @@ class HostLink(Closing):
         """Why the link has ended for good; None while it works."""
         return self._failure
 
-    def close(self, graceful: bool = True) -> None:
+    def close(self, graceful: bool = True, deadline: float | None = None) -> None:
         """End the link. graceful: tell the watchdog that this member has left (up to 1 s, 3 s without a watchdog).
-        Not graceful: the watchdog takes it for a member that may come back. May be called again, from any thread."""
+        Not graceful: the watchdog takes it for a member that may come back. Blocks 10 s at most, or until `deadline` but 1 s;
+        what is left to do then is done without the caller. May be called again, from any thread."""
         if os.getpid() != self._pid:
             self._abandon()
             return
@@ -191,9 +191,11 @@ class HostLink(Closing):
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
             self._news.notify_all()
-        deadlines = self._config.deadlines
+        within = _LEAVE + self._config.deadlines.connect + self._config.deadlines.proof_of_death
+        if deadline is not None:
+            within = min(within, max(_LAST_WORDS, deadline - time.monotonic()))
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_LEAVE + deadlines.connect + deadlines.proof_of_death)
+            self._thread.join(within)
         elif self._thread.ident is None:
             self._let_go()
 

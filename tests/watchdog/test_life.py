@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from elastic_reshard.errors import SupervisorUnreachable
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.docs import MemberState
 from elastic_reshard.protocol.view import Farewell
-from elastic_reshard.watchdog.runtime import started
+from elastic_reshard.watchdog.runtime import Lock, end_process, started
 from tests.watchdog.world import World, open_files, until
 
 
@@ -169,6 +171,42 @@ def test_nobody_answering_in_time_is_an_error_and_leaves_nothing(here: World) ->
         here.local().open(1.0)
     assert time.monotonic() - began < 2.5
     until(lambda: here.running() is None)
+
+
+def test_an_interrupt_while_the_supervisor_is_waited_for_leaves_no_member_behind(here: World) -> None:
+    here.local("keeper").open()
+    here.supervisor.down()
+    local = here.local()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        until(lambda: here.log().count("member.attached") == 2, 10.0)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        local.open(60.0)
+    interrupter.join()
+    assert not local.link._thread.is_alive()
+    until(lambda: "how='left'" in here.log(), why="the watchdog was told")
+
+
+def test_closing_is_not_waited_for_beyond_its_deadline(here: World) -> None:
+    here.deadlines = Deadlines(orphan_hold=0.5)
+    local = here.local().open()
+    record = here.freeze()
+    lock = Lock(here.paths().lock)
+    assert lock.take(), "so that no other can be started"
+    end_process(record.pid, record.start, 2.0)
+    began = time.monotonic()
+    until(lambda: not local.link.connected)
+    local.link.close(deadline=time.monotonic())
+    took = time.monotonic() - began
+    lock.release()
+    assert took < 2.5, took
+    until(lambda: not local.link._thread.is_alive(), 10.0, "it ends by itself")
 
 
 def test_it_answers_soon_and_without_torch(here: World) -> None:
