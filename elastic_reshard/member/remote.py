@@ -46,7 +46,6 @@ class Remote:
         self.token = token or os.environ.get(places.TOKEN_VARIABLE) or self._kept_token()
         self._sides: dict[str, Side] = {}
         self._said: dict[str, Mapping[str, Any]] = {}
-        self._lock = threading.Lock()
 
     def _kept_token(self) -> str:
         place = places.place_of(self.url, runtime=self.runtime)
@@ -89,9 +88,8 @@ class Remote:
 
     def layout(self, key: str, deadline: float) -> tuple[ModelLayout, tuple[Correspondence, ...] | None]:
         """A group's layout, and its correspondences. Asks the first time only."""
-        with self._lock:
-            if key not in self._sides:
-                with self._client(deadline) as client:
-                    self._sides[key] = Side.of_body(canonical(client.layout(key)))
-            side = self._sides[key]
+        side = self._sides.get(key)
+        if side is None:  # two threads may ask at once: neither waits for the other's deadline
+            with self._client(deadline) as client:
+                side = self._sides.setdefault(key, Side.of_body(canonical(client.layout(key))))
         return side.model, side.correspondences
