@@ -93,7 +93,7 @@ class Size:
 class Run:
     """One group. attempt: its starts so far. since: when it came into its phase; until: when a pause is over. ended: ranks that
     have ended in this attempt. move: it is asked to go because it is to be elsewhere, not for good. failures: (when, on which
-    node). unwanted: it is to go, and that is to be asked of the supervisor."""
+    nodes its ranks were). unwanted: it is to go, and that is to be asked of the supervisor."""
 
     name: str
     fleet: str
@@ -104,7 +104,7 @@ class Run:
     until: float = 0.0
     ended: frozenset[int] = frozenset()
     move: bool = False
-    failures: tuple[tuple[float, str], ...] = ()
+    failures: tuple[tuple[float, frozenset[str]], ...] = ()
     unwanted: bool = False
     reason: str = ""
 
@@ -164,14 +164,15 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A worker has ended. fault: "" if it returned. node: where. drained: that is being emptied. alone: the fault was that no
-    supervisor answered."""
+    """A worker has ended. fault: "" if it returned. nodes: where the ranks of its attempt are or were: what one of them does to
+    the others is seen before Ray knows its end. drained: it is to be elsewhere. alone: the fault was that no supervisor
+    answered."""
 
     group: str
     attempt: int
     rank: int
     fault: str = ""
-    node: str = ""
+    nodes: frozenset[str] = frozenset()
     drained: bool = False
     alone: bool = False
 

@@ -29,7 +29,7 @@ from elastic_reshard.on_ray.fleet import Crew, Fleet
 from elastic_reshard.on_ray.keeper import client as client_of
 from elastic_reshard.on_ray.kept import Kept
 from elastic_reshard.on_ray.lookout import Workers
-from elastic_reshard.on_ray.views import Looked, look
+from elastic_reshard.on_ray.views import Looked, end_of, look
 from elastic_reshard.supervisor.client import SupervisorClient
 
 __all__ = ["Groups"]
@@ -293,11 +293,10 @@ class Groups:
         if self._client is not None:
             self._see_supervisor()  # what the host was asked to do may be younger than our last look
         empty = self._emptied()
+        at = [cluster.node_of(actor) for actor in crew.actors]
         for gone in ends:
-            node = cluster.node_of(crew.actors[gone.rank])
-            fault = gone.fault if node not in self._dead else f"its node {node} is dead"
             crew.settled(gone)
-            self._step(plan.Ended(crew.group, crew.attempt, gone.rank, fault, node, node in empty, gone.alone))
+            self._step(end_of(crew.group, crew.attempt, gone, at, self._dead, empty))
 
     def _emptied(self) -> set[str]:
         """Nodes that are being emptied, by Ray or by the supervisor."""

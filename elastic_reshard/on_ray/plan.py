@@ -67,6 +67,7 @@ _WORKING: Final = (Phase.WAITING, Phase.STARTING, Phase.RUNNING, Phase.LEAVING)
 _LAPSE: Final = 5.0  # seconds between two looks from which they are not counted against those who were to come or go
 _AGAIN: Final = 0.2  # seconds before the look after the first that failed; it doubles with each, up to
 _RARELY: Final = 5.0
+_KNOWN: Final = 180.0  # seconds from a node's end to when it must be known; Ray takes 15 to 65 of them, and may be away
 
 
 def begin(sizes: Mapping[str, Size], now: float) -> State:
@@ -150,7 +151,7 @@ def _time(state: State, now: float, limits: Limits, actions: list[Action]) -> St
             run = replace(run, phase=Phase.WAITING, attempt=run.attempt + 1, since=now, ended=frozenset(), move=False)
             actions.append(Start(run.name, run.attempt))
         elif run.phase is Phase.STARTING and now - run.since >= limits.start_within:
-            run = _failed(run, f"it was not whole within {limits.start_within:g} s", "", now, limits, actions)
+            run = _failed(run, f"it was not whole within {limits.start_within:g} s", frozenset(), now, limits, actions)
         elif run.phase is Phase.LEAVING and now - run.since >= limits.leave_within + limits.start_within:
             run = _gone(run, now, actions)
         else:
@@ -169,18 +170,18 @@ def _ended(state: State, event: Ended, now: float, limits: Limits, actions: list
         run = _gone(run, now, actions) if run.move or len(run.ended) == run.ranks else run
     elif event.drained:
         run = _gone(replace(run, move=True), now, actions)
-    elif (event.alone or (event.fault and event.node in state.dead)) and not run.unwanted:
+    elif (event.alone or (event.fault and event.nodes & state.dead)) and not run.unwanted:
         actions.append(End(run.name, run.attempt))
         run = replace(run, phase=Phase.PAUSED, since=now, until=now + limits.pause, reason=event.fault)
     elif event.fault:
-        run = _failed(run, f"rank {event.rank}: {event.fault}", event.node, now, limits, actions)
+        run = _failed(run, f"rank {event.rank}: {event.fault}", event.nodes, now, limits, actions)
     elif len(run.ended) == run.ranks:
         run = _over(run, Phase.DONE, "all its workers have returned", now, actions)
     return _put(state, run)
 
 
-def _failed(run: Run, why: str, node: str, now: float, limits: Limits, actions: list[Action]) -> Run:
-    lately = (*(f for f in run.failures if now - f[0] < limits.window), (now, node))
+def _failed(run: Run, why: str, nodes: frozenset[str], now: float, limits: Limits, actions: list[Action]) -> Run:
+    lately = (*(f for f in run.failures if now - f[0] < limits.window), (now, nodes))
     run = replace(run, failures=lately)
     if run.unwanted:
         return _over(run, Phase.DONE, f"it was to go; {why}", now, actions)
@@ -193,8 +194,9 @@ def _failed(run: Run, why: str, node: str, now: float, limits: Limits, actions: 
 
 
 def _forgiven(run: Run, dead: frozenset[str], now: float, limits: Limits) -> Run:
-    """Deaths of nodes do not count; a group that was given up when one was not yet known to be that is started again."""
-    failures = tuple(f for f in run.failures if f[1] not in dead)
+    """Deaths of nodes do not count, whichever rank was there: the others fail for want of it, long before Ray knows why. A
+    group that was given up meanwhile is started again."""
+    failures = tuple(f for f in run.failures if now - f[0] >= _KNOWN or not f[1] & dead)
     if failures == run.failures:
         return run
     if run.phase is Phase.GIVEN_UP and len(failures) < limits.failures:

@@ -1,16 +1,18 @@
-"""What the supervisor says that concerns groups of workers."""
+"""What the supervisor says that concerns groups of workers, and what Ray says of a worker's end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from elastic_reshard.on_ray.events import Ended
 from elastic_reshard.on_ray.evidence import Worker
+from elastic_reshard.on_ray.fleet import Gone
 from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, MemberState
 from elastic_reshard.supervisor.client import SupervisorClient
 
-__all__ = ["Looked", "asked_of", "look", "whole_of"]
+__all__ = ["Looked", "asked_of", "end_of", "look", "whole_of"]
 
 _PRESENT: Final = (MemberState.JOINING, MemberState.LIVE, MemberState.LEAVING)
 
@@ -54,3 +56,14 @@ def asked_of(members: Mapping[str, MemberDoc], of: Mapping[str, set[str]], drain
         if asked:
             found[name] = len(asked) == len(docs) and not any(doc.host in drained for doc in docs)
     return found
+
+
+def end_of(
+    group: str, attempt: int, gone: Gone, at: Sequence[str], dead: Collection[str], emptied: Collection[str]
+) -> Ended:
+    """A worker's end, for the plan. at: nodes of all ranks, "" where one never ran. dead, emptied: nodes. Who fails while
+    another rank's node is being emptied fails for want of that rank; who returns has done its work, unless its own is."""
+    own, nodes = at[gone.rank], frozenset(at) - {""}
+    fault = f"its node {own} is dead" if own in dead else gone.fault
+    drained = any(node in emptied for node in (nodes if fault else (own,)))
+    return Ended(group, attempt, gone.rank, fault, nodes, drained, gone.alone)

@@ -81,7 +81,7 @@ _group = st.sampled_from(["trainer", "engine-0", "engine-1"])
 _event = st.one_of(
     st.just(Tick()),
     st.builds(Placed, _group, st.integers(1, 3)),
-    st.builds(Ended, _group, st.integers(1, 3), st.integers(0, 1), st.sampled_from(["", "died"]), st.just("n")),
+    st.builds(Ended, _group, st.integers(1, 3), st.integers(0, 1), st.sampled_from(["", "died"])),
     st.builds(Viewed, st.frozensets(_group), st.dictionaries(_group, st.booleans(), max_size=2)),
     st.builds(Resize, st.just("engine"), st.integers(0, 3)),
 )

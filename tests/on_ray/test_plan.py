@@ -58,7 +58,9 @@ class World:
         assert self.run(name).phase is Phase.RUNNING
 
     def dies(self, name: str, rank: int = 0, **how: Any) -> list[Action]:
-        return self.tell(Ended(name, self.run(name).attempt, rank, **{"fault": "it died", "node": "n", **how}))
+        return self.tell(
+            Ended(name, self.run(name).attempt, rank, **{"fault": "it died", "nodes": frozenset({"n"}), **how})
+        )
 
     def sees(self, asked: Mapping[str, bool] | None = None, **more: Any) -> list[Action]:
         return self.tell(Viewed(frozenset(), asked or {}, **more))
@@ -129,7 +131,7 @@ def test_deaths_of_nodes_are_nobodys_fault() -> None:
     world = World(trainer=Size(1, 1))
     for attempt in range(10):
         world.whole("trainer")
-        world.dies("trainer", node=f"n{attempt}")
+        world.dies("trainer", nodes={f"n{attempt}"})
         world.tell(NodesGone(frozenset(f"n{i}" for i in range(attempt + 1))))
         world.now = world.run("trainer").until
     assert world.run("trainer").phase is not Phase.GIVEN_UP
@@ -144,14 +146,40 @@ def test_a_node_known_to_be_dead_is_blamed_at_once_and_one_known_later_is_then()
     assert world.run("trainer").failures == ()
     assert world.tell(Tick(), 1.0) == [Start("trainer", 2)]
     world.tell(Placed("trainer", 2))
-    assert world.dies("trainer", node="m") == [End("trainer", 2)]
+    assert world.dies("trainer", nodes={"m"}) == [End("trainer", 2)]
     assert world.run("trainer").phase is Phase.GIVEN_UP
     world.tell(NodesGone(frozenset({"n", "o"})))
     assert world.run("trainer").phase is Phase.GIVEN_UP, "another one"
     world.tell(NodesGone(frozenset({"n", "m"})))
     assert world.run("trainer").phase is Phase.PAUSED
     assert world.tell(Tick(), 1.0) == [Start("trainer", 3)]
-    assert world.dies("trainer", fault="", node="n") == []
+    assert world.dies("trainer", fault="", nodes={"n"}) == []
+
+
+def test_a_rank_that_fails_for_want_of_one_on_a_dead_node_is_not_at_fault() -> None:
+    """Its connection breaks within milliseconds; Ray knows of the node's death a quarter of a minute later."""
+    world = World(trainer=Size(2, 1))
+    gone: set[str] = set()
+    for attempt in range(5):
+        world.whole("trainer")
+        world.dies("trainer", 0, fault="Connection closed by peer", nodes={"home", f"spot-{attempt}"})
+        gone.add(f"spot-{attempt}")
+        world.tell(NodesGone(frozenset(gone)), 15.0)
+        world.now = max(world.now, world.run("trainer").until)
+    assert world.run("trainer").phase is not Phase.GIVEN_UP
+    assert world.run("trainer").failures == ()
+    world.whole("trainer")
+    assert world.dies("trainer", 0, nodes={"home", "spot-0"}) == [End("trainer", 6)]
+    assert world.run("trainer").failures == (), "known before"
+
+
+def test_a_node_that_dies_long_after_a_fault_explains_nothing() -> None:
+    world = World(Limits(failures=1), trainer=Size(2, 1))
+    world.whole("trainer")
+    world.dies("trainer", nodes={"home", "spot"})
+    assert world.run("trainer").phase is Phase.GIVEN_UP
+    world.tell(NodesGone(frozenset({"spot"})), 181.0)
+    assert world.run("trainer").phase is Phase.GIVEN_UP
 
 
 def test_who_is_not_whole_in_time_has_failed() -> None:
@@ -322,7 +350,8 @@ _event = st.one_of(
     st.just(Seen()),
     st.just(Missed("away")),
     st.builds(Placed, _group, st.integers(1, 3)),
-    st.builds(Ended, _group, st.integers(1, 3), st.integers(0, 1), st.sampled_from(["", "died"]), st.just("n"), st.booleans()),
+    st.builds(Ended, _group, st.integers(1, 3), st.integers(0, 1), st.sampled_from(["", "died"]), st.just({"n"}),
+              st.booleans()),
     st.builds(Viewed, st.frozensets(_group), st.dictionaries(_group, st.booleans(), max_size=2),
               st.sampled_from([None, ("g", 1, 0)])),
     st.builds(Resize, st.just("engine"), st.integers(0, 3)),
