@@ -93,7 +93,8 @@ class Size:
 class Run:
     """One group. attempt: its starts so far. since: when it came into its phase; until: when a pause is over. ended: ranks that
     have ended in this attempt. move: it is asked to go because it is to be elsewhere, not for good. failures: (when, on which
-    nodes its ranks were). unwanted: it is to go, and that is to be asked of the supervisor."""
+    nodes its ranks were). unwanted: it is to go, and that is to be asked of the supervisor. held: in this attempt a grow has
+    let it wait for others."""
 
     name: str
     fleet: str
@@ -106,6 +107,7 @@ class Run:
     move: bool = False
     failures: tuple[tuple[float, frozenset[str]], ...] = ()
     unwanted: bool = False
+    held: bool = False
     reason: str = ""
 
 
@@ -123,8 +125,8 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All groups by name, which indices were given away, how well Ray is seen, which grows were heard of, and which nodes are
-    dead."""
+    """All groups by name, which indices were given away, how well Ray is seen, which grows were heard of, which nodes are dead,
+    and when the supervisor was heard last."""
 
     sizes: Mapping[str, Size]
     runs: Mapping[str, Run]
@@ -132,6 +134,7 @@ class State:
     sight: Sight
     grows: frozenset[str] = frozenset()
     dead: frozenset[str] = frozenset()
+    heard: float = 0.0
 
 
 # -- what happens
@@ -166,7 +169,7 @@ class Placed:
 class Ended:
     """A worker has ended. fault: "" if it returned. nodes: where the ranks of its attempt are or were: what one of them does to
     the others is seen before Ray knows its end. drained: it is to be elsewhere. alone: the fault was that no supervisor
-    answered."""
+    answered; late: that something did not come in time."""
 
     group: str
     attempt: int
@@ -175,16 +178,19 @@ class Ended:
     nodes: frozenset[str] = frozenset()
     drained: bool = False
     alone: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
     """What the supervisor says. whole: groups. asked: of groups some of whose members were asked to leave, whether all were and
-    none because of its host: it is to go for good. grow: (name, groups or 0, members or 0) of one that waits, or None."""
+    none because of its host: it is to go for good. grow: (name, groups or 0, members or 0) of one that waits, or None. held:
+    groups that are complete, and wait for the others of a grow."""
 
     whole: frozenset[str]
     asked: Mapping[str, bool] = field(default_factory=dict)
     grow: tuple[str, int, int] | None = None
+    held: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

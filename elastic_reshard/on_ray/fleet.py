@@ -14,7 +14,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from elastic_reshard.errors import SupervisorUnreachable
+from elastic_reshard.errors import RefitTimeout, SupervisorUnreachable
 from elastic_reshard.member import Group
 from elastic_reshard.on_ray import cluster
 from elastic_reshard.on_ray.plan import Size
@@ -63,11 +63,18 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """How a rank ended. fault: "" if it returned. alone: it was that no supervisor answered it."""
+    """How a rank ended. fault: "" if it returned. alone: it was that no supervisor answered it; late: that something did not
+    come in time."""
 
     rank: int
     fault: str = ""
     alone: bool = False
+    late: bool = False
+
+    @classmethod
+    def by(cls, rank: int, error: BaseException | None, words: str) -> Gone:
+        """Of a rank that raised this."""
+        return cls(rank, words, isinstance(error, SupervisorUnreachable), isinstance(error, RefitTimeout))
 
 
 class Crew:
@@ -175,7 +182,7 @@ class Crew:
         for rank in sorted(self._unsure):
             said = cluster.told(self._named(rank)) if self._outlives else {}
             if said:
-                self._gone[rank] = Gone(rank, str(said["fault"]), bool(said["alone"]))
+                self._gone[rank] = Gone(rank, str(said["fault"]), bool(said["alone"]), bool(said.get("late")))
             elif lives.get(self.actors[rank], ("ALIVE", 0))[0] == "DEAD":
                 self._gone[rank] = Gone(rank, "its actor is dead")
             else:
@@ -196,8 +203,7 @@ class Crew:
         except ray.exceptions.ActorUnavailableError:
             self._unsure.add(rank)  # it cannot be reached now: that is not death
         except ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            self._gone[rank] = Gone(rank, cluster.words_of(error), isinstance(cause, SupervisorUnreachable))
+            self._gone[rank] = Gone.by(rank, getattr(error, "cause", None), cluster.words_of(error))
         del self._runs[ref]
 
     def end(self) -> None:
@@ -219,7 +225,7 @@ def _work(worker: Any, key: str) -> None:
     try:
         worker.run()
     except BaseException as error:
-        _say(key, Gone(0, f"{type(error).__name__}: {error}"[:500], isinstance(error, SupervisorUnreachable)))
+        _say(key, Gone.by(0, error, f"{type(error).__name__}: {error}"[:500]))
         raise
     _say(key, Gone(0))
 
@@ -231,7 +237,7 @@ def _say(key: str, gone: Gone) -> None:
         stop=tenacity.stop_after_delay(_SAY),
         reraise=True,
     )
-    again(cluster.keep, key, {"fault": gone.fault, "alone": gone.alone})
+    again(cluster.keep, key, {"fault": gone.fault, "alone": gone.alone, "late": gone.late})
 
 
 def _wants(each: Mapping[str, float]) -> dict[str, Any]:

@@ -322,7 +322,7 @@ class Groups:
                 self._client = None
             return
         looked = self._looked
-        self._step(plan.Viewed(looked.whole, looked.asked, looked.grow))
+        self._step(plan.Viewed(looked.whole, looked.asked, looked.grow, looked.held))
 
     def _step(self, event: plan.Event) -> None:
         self._decide(event)

@@ -3,8 +3,8 @@
 A group's life: PAUSED until its time, WAITING for room, STARTING until it is whole in the supervisor's view, RUNNING; LEAVING
 when it was asked to go; DONE, or GIVEN_UP. A group stands and falls together: when one of its workers dies the others are
 ended and all are started again, after a pause that grows with the deaths that came lately; so many, and it is given up.
-Deaths of nodes, and a supervisor that is away, are nobody's fault: no group is given up for them. While Ray itself is out of
-sight nothing is decided, and that time is not counted against anybody.
+Deaths of nodes, a supervisor that is away, and a grow that holds who came first are nobody's fault: no group is given up for
+them. While Ray itself is out of sight nothing is decided, and that time is not counted against anybody.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def begin(sizes: Mapping[str, Size], now: float) -> State:
         faults.append(f"fleets {', '.join(growing)}: only one of them can be what grows")
     if faults:
         raise ProtocolError("fleets that cannot work: " + "; ".join(faults))
-    state = State(sizes, {}, {}, Sight(now, now))
+    state = State(sizes, {}, {}, Sight(now, now), heard=now)
     for name, size in sizes.items():
         state = more(state, name, size.groups, now)
     return state
@@ -148,7 +148,9 @@ def more(state: State, fleet: str, count: int, now: float) -> State:
 def _time(state: State, now: float, limits: Limits, actions: list[Action]) -> State:
     for run in list(state.runs.values()):
         if run.phase is Phase.PAUSED and now >= run.until:
-            run = replace(run, phase=Phase.WAITING, attempt=run.attempt + 1, since=now, ended=frozenset(), move=False)
+            run = replace(
+                run, phase=Phase.WAITING, attempt=run.attempt + 1, since=now, ended=frozenset(), move=False, held=False
+            )
             actions.append(Start(run.name, run.attempt))
         elif run.phase is Phase.STARTING and now - run.since >= limits.start_within:
             run = _failed(run, f"it was not whole within {limits.start_within:g} s", frozenset(), now, limits, actions)
@@ -170,7 +172,7 @@ def _ended(state: State, event: Ended, now: float, limits: Limits, actions: list
         run = _gone(run, now, actions) if run.move or len(run.ended) == run.ranks else run
     elif event.drained:
         run = _gone(replace(run, move=True), now, actions)
-    elif (event.alone or (event.fault and event.nodes & state.dead)) and not run.unwanted:
+    elif _faultless(state, run, event) and not run.unwanted:
         actions.append(End(run.name, run.attempt))
         run = replace(run, phase=Phase.PAUSED, since=now, until=now + limits.pause, reason=event.fault)
     elif event.fault:
@@ -178,6 +180,12 @@ def _ended(state: State, event: Ended, now: float, limits: Limits, actions: list
     elif len(run.ended) == run.ranks:
         run = _over(run, Phase.DONE, "all its workers have returned", now, actions)
     return _put(state, run)
+
+
+def _faultless(state: State, run: Run, event: Ended) -> bool:
+    """Whether what befell it is nobody's fault."""
+    waited = event.late and run.held and run.phase is Phase.STARTING
+    return event.alone or waited or bool(event.fault and event.nodes & state.dead)
 
 
 def _failed(run: Run, why: str, nodes: frozenset[str], now: float, limits: Limits, actions: list[Action]) -> Run:
@@ -227,7 +235,11 @@ def _viewed(state: State, event: Viewed, now: float, actions: list[Action]) -> S
         elif run.unwanted and run.phase in (Phase.STARTING, Phase.RUNNING):
             actions.append(Ask(run.name))
         elif run.phase is Phase.STARTING and run.name in event.whole:
-            state = _put(state, replace(run, phase=Phase.RUNNING, since=now, reason=""))
+            state = _put(state, replace(run, phase=Phase.RUNNING, since=now, reason="", held=False))
+        elif run.phase is Phase.STARTING and run.name in event.held:
+            since = min(now, run.since + now - state.heard)  # its clock stands still
+            state = _put(state, replace(run, since=since, held=True, reason="it waits for the others of a grow"))
+    state = replace(state, heard=now)
     fleet = next((name for name, size in state.sizes.items() if size.grows), None)
     if event.grow is not None and fleet is not None and event.grow[0] not in state.grows:
         name, groups, members = event.grow

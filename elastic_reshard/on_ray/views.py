@@ -10,21 +10,23 @@ from elastic_reshard.on_ray.events import Ended
 from elastic_reshard.on_ray.evidence import Worker
 from elastic_reshard.on_ray.fleet import Gone
 from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, MemberState
+from elastic_reshard.supervisor.answers import Growth
 from elastic_reshard.supervisor.client import SupervisorClient
 
-__all__ = ["Looked", "asked_of", "end_of", "look", "whole_of"]
+__all__ = ["Looked", "asked_of", "end_of", "held_of", "look", "whole_of"]
 
 _PRESENT: Final = (MemberState.JOINING, MemberState.LIVE, MemberState.LEAVING)
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """whole, asked, grow: as `plan.Viewed`. drained: hosts that are to be emptied."""
+    """whole, asked, grow, held: as `plan.Viewed`. drained: hosts that are to be emptied."""
 
     whole: frozenset[str] = frozenset()
     asked: Mapping[str, bool] = field(default_factory=dict)
     grow: tuple[str, int, int] | None = None
     drained: frozenset[str] = frozenset()
+    held: frozenset[str] = frozenset()
 
 
 def look(client: SupervisorClient, workers: Mapping[str, Worker], crews: Mapping[str, Sequence[str]]) -> Looked:
@@ -37,7 +39,7 @@ def look(client: SupervisorClient, workers: Mapping[str, Worker], crews: Mapping
     growth = client.growing()
     of = {name: {m for m, w in workers.items() if w.actor and w.actor in actors} for name, actors in crews.items()}
     grow = (growth.name, growth.groups, growth.members) if growth is not None and not growth.done else None
-    return Looked(whole_of(groups, of), asked_of(members, of, drained), grow, drained)
+    return Looked(whole_of(groups, of), asked_of(members, of, drained), grow, drained, held_of(growth, groups, of))
 
 
 def whole_of(groups: Mapping[str, GroupDoc], of: Mapping[str, set[str]]) -> frozenset[str]:
@@ -45,6 +47,12 @@ def whole_of(groups: Mapping[str, GroupDoc], of: Mapping[str, set[str]]) -> froz
     return frozenset(
         name for name, mine in of.items() if name in groups and groups[name].whole and set(groups[name].members) <= mine
     )
+
+
+def held_of(growth: Growth | None, groups: Mapping[str, GroupDoc], of: Mapping[str, set[str]]) -> frozenset[str]:
+    """Groups whose present attempt is complete, and is held by this grow until the others are there."""
+    ready = set(growth.ready) - set(growth.admitted) if growth is not None and not growth.done else set()
+    return frozenset(name for name in ready & of.keys() & groups.keys() if set(groups[name].members) <= of[name])
 
 
 def asked_of(members: Mapping[str, MemberDoc], of: Mapping[str, set[str]], drained: frozenset[str]) -> dict[str, bool]:
@@ -66,4 +74,4 @@ def end_of(
     own, nodes = at[gone.rank], frozenset(at) - {""}
     fault = f"its node {own} is dead" if own in dead else gone.fault
     drained = any(node in emptied for node in (nodes if fault else (own,)))
-    return Ended(group, attempt, gone.rank, fault, nodes, drained, gone.alone)
+    return Ended(group, attempt, gone.rank, fault, nodes, drained, gone.alone, gone.late)

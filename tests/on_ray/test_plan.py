@@ -62,8 +62,8 @@ class World:
             Ended(name, self.run(name).attempt, rank, **{"fault": "it died", "nodes": frozenset({"n"}), **how})
         )
 
-    def sees(self, asked: Mapping[str, bool] | None = None, **more: Any) -> list[Action]:
-        return self.tell(Viewed(frozenset(), asked or {}, **more))
+    def sees(self, asked: Mapping[str, bool] | None = None, after: float = 0.0, **more: Any) -> list[Action]:
+        return self.tell(Viewed(frozenset(), asked or {}, **more), after)
 
 
 def test_a_group_is_started_gets_room_and_runs() -> None:
@@ -241,6 +241,52 @@ def test_a_grow_makes_more_groups_once() -> None:
     assert set(world.state.runs) == {"trainer", *(f"engine-{i}" for i in range(5))}
 
 
+def test_a_group_that_a_grow_holds_is_not_late() -> None:
+    """engine-0 has room at once, engine-1 waits for a node: the first one's `join` is over again and again meanwhile."""
+    world = World(engine=Size(1, 0, grows=True))
+    grow = ("more", 2, 0)
+    assert world.sees(grow=grow) == [Start("engine-0", 1), Start("engine-1", 1)]
+    for attempt in range(1, 11):
+        world.tell(Placed("engine-0", attempt))
+        for _ in range(12):
+            assert world.sees(after=10.0, grow=grow, held=frozenset({"engine-0"})) == []
+        assert world.dies("engine-0", fault="RefitTimeout: not admitted", late=True) == [End("engine-0", attempt)]
+        assert world.tell(Tick(), LIMITS.pause) == [Start("engine-0", attempt + 1)]
+    assert world.run("engine-0").failures == ()
+    world.tell(Placed("engine-0", 11))
+    world.sees(after=LIMITS.start_within - 1, grow=grow, held=frozenset({"engine-0"}))
+    assert "others of a grow" in world.run("engine-0").reason
+    world.tell(Viewed(frozenset({"engine-0", "engine-1"})), 1.0)
+    assert (world.run("engine-0").phase, world.run("engine-0").reason) == (Phase.RUNNING, "")
+    world.dies("engine-0", fault="RefitTimeout: no version", late=True)
+    assert len(world.run("engine-0").failures) == 1, "nothing held it then"
+
+
+def test_what_comes_too_late_without_a_grow_is_a_fault_and_so_is_another_with_one() -> None:
+    world = World(engine=Size(1, 2))
+    for name in ("engine-0", "engine-1"):
+        world.tell(Tick())
+        world.tell(Placed(name, 1))
+    world.sees(held=frozenset({"engine-1"}))
+    for name, late in (("engine-0", True), ("engine-1", False)):
+        world.dies(name, late=late)
+        assert len(world.run(name).failures) == 1
+    world.tell(Tick(), LIMITS.pause)
+    world.tell(Placed("engine-1", 2))
+    world.dies("engine-1", late=True)
+    assert len(world.run("engine-1").failures) == 2, "what an earlier attempt was held by does not count"
+
+
+def test_who_is_held_no_longer_has_the_time_that_was_left() -> None:
+    world = World(engine=Size(1, 1))
+    world.tell(Tick())
+    world.tell(Placed("engine", 1))
+    world.sees(after=5.0)
+    world.sees(after=100.0, held=frozenset({"engine"}))
+    assert world.tell(Tick(), LIMITS.start_within - 5.1) == []
+    assert world.tell(Tick(), 0.2) == [End("engine", 1)]
+
+
 def test_resize_down_asks_the_youngest_until_they_are_asked() -> None:
     world = World(engine=Size(1, 3, grows=True))
     world.whole("engine-0")
@@ -353,7 +399,7 @@ _event = st.one_of(
     st.builds(Ended, _group, st.integers(1, 3), st.integers(0, 1), st.sampled_from(["", "died"]), st.just({"n"}),
               st.booleans()),
     st.builds(Viewed, st.frozensets(_group), st.dictionaries(_group, st.booleans(), max_size=2),
-              st.sampled_from([None, ("g", 1, 0)])),
+              st.sampled_from([None, ("g", 1, 0)]), st.frozensets(_group)),
     st.builds(Resize, st.just("engine"), st.integers(0, 3)),
     st.just(NodesGone(frozenset({"n"}))),
 )  # fmt: skip
