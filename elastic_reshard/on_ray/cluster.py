@@ -35,6 +35,7 @@ __all__ = [
     "lives_of",
     "node_of",
     "nodes",
+    "room_nodes",
     "room_of",
     "room_ready",
     "rooms",
@@ -134,6 +135,12 @@ def room_of(name: str) -> PlacementGroup | None:
 def room_ready(room: PlacementGroup) -> bool:
     """Whether there is room: its own `wait(0)` says no at times although there is."""
     return bool(placement_group_table(room).get("state") == "CREATED")
+
+
+def room_nodes(room: PlacementGroup) -> frozenset[str]:
+    """Where that room is."""
+    found: Mapping[int, str] = placement_group_table(room).get("bundles_to_node_id") or {}
+    return frozenset(found.values()) - {""}
 
 
 def keep(key: str, value: Mapping[str, Any]) -> None:

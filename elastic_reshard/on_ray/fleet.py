@@ -15,12 +15,14 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from elastic_reshard.errors import RefitTimeout, SupervisorUnreachable
+from elastic_reshard.log import logger
 from elastic_reshard.member import Group
 from elastic_reshard.on_ray import cluster
 from elastic_reshard.on_ray.plan import Size
 
 __all__ = ["Crew", "Fleet", "Gone"]
 
+_log = logger("on_ray")
 _NODE_LABEL: Final = "ray.io/node-id"
 _PROBE: Final = 1.0  # seconds between looks at those whose `run` cannot be asked
 _SAY: Final = 120.0  # seconds in which Ray may take a word about an end
@@ -88,6 +90,9 @@ class Crew:
         self._probe_at = 0.0
         self._asked = False
         self._room: PlacementGroup | None = None
+        self._shunned: frozenset[str] = frozenset()  # when room was asked for
+        self._given_back: Any = None  # the room that was, by its id
+        self._making = False
         self._handles: list[ActorHandle[Any]] = []
         self._runs: dict[ray.ObjectRef[Any], int] = {}
         self._unsure: set[int] = set()
@@ -110,18 +115,19 @@ class Crew:
 
     def place(self, shun: Callable[[], Sequence[str]]) -> bool:
         """Ask for room, outside the nodes `shun`; make the workers if there is room by now: whether they were made now. Returns
-        at once. When it raised, call it again: it goes on from there."""
+        at once, and may be called again: with other nodes, as long as nothing is made, it asks anew. When it raised it goes
+        on from there."""
         if self.placed:
             return False
-        if self._room is None:
-            self._room = self._find_room(shun)
-        if not cluster.room_ready(self._room):
+        room = self._room if self._making else self._find_room(frozenset(shun()))
+        if room is None:
             return False
+        self._making = True
         fleet = self._fleet
         kind = fleet.worker if hasattr(fleet.worker, "options") else ray.remote(fleet.worker)
         usual = {"num_cpus": 0, "max_restarts": 0, **_wants(fleet.each), **fleet.options}
         for rank in range(len(self._handles), fleet.size):
-            fixed: dict[str, Any] = {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._room, rank)}
+            fixed: dict[str, Any] = {"scheduling_strategy": PlacementGroupSchedulingStrategy(room, rank)}
             made = cluster.actor_of(self._named(rank)) if self._outlives else None  # made before, without an answer
             if self._outlives:
                 fixed |= {"name": self._named(rank), "namespace": cluster.NAMESPACE, "lifetime": "detached"}
@@ -149,12 +155,27 @@ class Crew:
         """The name of a worker that outlives this process, and the key of a word about its end."""
         return f"{self.name}/{rank}"
 
-    def _find_room(self, shun: Callable[[], Sequence[str]]) -> PlacementGroup:
+    def _find_room(self, shun: frozenset[str]) -> PlacementGroup | None:
+        """Room, if there is some now. What was asked for when other nodes were to be shunned is given back: Ray never takes
+        one that may be used again, or has given what became free on one that is being emptied."""
+        self._room = self._room or self._ask(shun)
+        if self._room is None:
+            return None
+        ready = cluster.room_ready(self._room)
+        if (cluster.room_nodes(self._room) & shun) if ready else shun != self._shunned:
+            _log.info("group.asks_anew", group=self.group, attempt=self.attempt, shunned=sorted(shun))
+            remove_placement_group(self._room)
+            self._given_back, self._room = self._room.id, None
+            return None
+        return self._room if ready else None
+
+    def _ask(self, shun: frozenset[str]) -> PlacementGroup | None:
+        """None: what was given back is not gone yet."""
         # Asked before without an answer: Ray may have made it all the same.
         if self._asked and (found := cluster.room_of(self.name)) is not None:
-            return found
-        fleet, nodes = self._fleet, shun()
-        self._asked = True
+            return None if found.id == self._given_back else found
+        fleet, nodes = self._fleet, shun
+        self._asked, self._shunned = True, shun
         selector = [{_NODE_LABEL: f"!in({','.join(sorted(nodes))})"}] * fleet.size if nodes else None
         bundles = [dict(fleet.each) for _ in range(fleet.size)]
         made: PlacementGroup = placement_group(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -259,8 +260,9 @@ class Groups:
         if time.monotonic() >= self._look_at:
             self._see_supervisor()
             self._look_at = time.monotonic() + _VIEW * (1 if self._client is not None else _RARER)
+        shun = functools.cache(self._shunned)
         for crew in list(self._crews.values()):
-            if crew.place(self._shunned):
+            if crew.place(shun):
                 self._step(plan.Placed(crew.group, crew.attempt))
             self._see_ends(crew)
         self._step(plan.Tick())

@@ -67,6 +67,25 @@ def test_one_of_two_ranks_is_killed_and_both_start_again(nodes: RayNodes, runtim
     on_ray.close("gang")
 
 
+@pytest.mark.timeout(200)
+def test_a_group_that_nothing_else_has_room_for_comes_back_when_its_node_may_be_used_again(
+    nodes: RayNodes, runtime: Path
+) -> None:
+    on_ray.start("back", runtime=runtime, deadlines=QUICK, cell=256)
+    given = {"job": "back", "runtime": str(runtime)}
+    fleets = [Fleet("engine", Engine, each={"CPU": 0.5, "two": 1}, arguments=given, options=MANY)]
+    with Groups("back", fleets, Limits(failures=1, pause=0.1)) as groups, on_ray.client("back") as client:
+        wait_for(groups, "engine", Phase.RUNNING, 1)
+        (at,) = each(groups, "engine", "node")
+        client.drain(host_of(at), within=20.0, wait=False)
+        wait_for(groups, "engine", Phase.WAITING, 2)
+        until(lambda: groups._crews["engine"]._shunned == {at}, "room was asked for elsewhere")
+        client.undrain(host_of(at))
+        wait_for(groups, "engine", Phase.RUNNING, 2)
+        assert each(groups, "engine", "node") == [at]
+    on_ray.close("back")
+
+
 @pytest.mark.timeout(300)
 def test_one_of_two_nodes_of_a_gang_is_lost(nodes: RayNodes, runtime: Path) -> None:
     on_ray.start("wide", runtime=runtime, deadlines=QUICK, cell=256)
