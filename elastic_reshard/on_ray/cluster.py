@@ -31,6 +31,7 @@ __all__ = [
     "host_of",
     "keep",
     "kept",
+    "lane_of",
     "life_of",
     "lives_of",
     "node_of",
@@ -107,6 +108,11 @@ def node_of(actor: str) -> str:
     """The node on which an actor runs or ran last; "" if it never did."""
     found: Mapping[str, Any] = _state.actors(actor) or {}
     return str(found.get("Address", {}).get("NodeID", ""))
+
+
+def lane_of(method: Any) -> str:
+    """The concurrency group that `ray.method` gave a method of an actor; "" if none."""
+    return str(getattr(method, "__ray_concurrency_group__", None) or "")
 
 
 def actor_of(name: str) -> ActorHandle[Any] | None:

@@ -48,10 +48,10 @@ class Phase(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Seconds, except failures. failures: deaths of a group within `window` after which it is given up. pause: before the first
-    start after a death; it doubles with each, up to `longest`. start_within: from when a group has room until it must be whole.
-    leave_within: that its members have to leave when it is to go. blind: that Ray's control service may be out of sight before
-    the groups are kept no longer. Ray itself ends a process that cannot connect to it for
-    RAY_gcs_rpc_server_reconnect_timeout_s (60 s, unless the whole cluster is started with another)."""
+    start after a death; it doubles with each, up to `longest`. start_within: from when a group has room until it must be
+    whole, and that it may run on when a member was put out. leave_within: that its members have to leave when it is to go.
+    blind: that Ray's control service may be out of sight before the groups are kept no longer. Ray itself ends a process that
+    cannot connect to it for RAY_gcs_rpc_server_reconnect_timeout_s (60 s, unless the whole cluster is started with another)."""
 
     failures: int = 5
     window: float = 600.0
@@ -94,7 +94,7 @@ class Run:
     """One group. attempt: its starts so far. since: when it came into its phase; until: when a pause is over. ended: ranks that
     have ended in this attempt. move: it is asked to go because it is to be elsewhere, not for good. failures: (when, on which
     nodes its ranks were). unwanted: it is to go, and that is to be asked of the supervisor. held: in this attempt a grow has
-    let it wait for others."""
+    let it wait for others. broken: seconds in which it was seen to run without being part of the job any more."""
 
     name: str
     fleet: str
@@ -108,6 +108,7 @@ class Run:
     failures: tuple[tuple[float, frozenset[str]], ...] = ()
     unwanted: bool = False
     held: bool = False
+    broken: float = 0.0
     reason: str = ""
 
 
@@ -185,12 +186,13 @@ class Ended:
 class Viewed:
     """What the supervisor says. whole: groups. asked: of groups some of whose members were asked to leave, whether all were and
     none because of its host: it is to go for good. grow: (name, groups or 0, members or 0) of one that waits, or None. held:
-    groups that are complete, and wait for the others of a grow."""
+    groups that are complete, and wait for the others of a grow. broken: that will not be whole again by themselves."""
 
     whole: frozenset[str]
     asked: Mapping[str, bool] = field(default_factory=dict)
     grow: tuple[str, int, int] | None = None
     held: frozenset[str] = frozenset()
+    broken: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

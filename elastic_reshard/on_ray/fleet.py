@@ -35,7 +35,8 @@ class Fleet:
     name: of the fleet, and of its group if it has one and does not grow; else groups are called name-0, name-1, ...
     worker: a class, plain or `ray.remote`. Each rank is `worker(er.Group(...), **arguments)` in an actor of its own, in which
         `run()` is called: it joins by `on_ray.join` with that group, works, calls `leave` when `watch` says so, and returns. A
-        rank that returns unasked has done its work.
+        rank that returns unasked has done its work. How `run` ends is heard also of an actor that Ray could not reach for a
+        while; if it is async only by the actor's end, or by the supervisor's word that its group is not whole.
     size: ranks of a group; groups: how many there are at the beginning; grows: whether `grow` of the API makes more of them.
     each: resources of one rank, as Ray names them; strategy: of the group's placement group; options: more options of the
         actors (`runtime_env`, ...).
@@ -53,9 +54,22 @@ class Fleet:
 
     def fits(self) -> str:
         """Why its workers cannot outlive the driver; "" if they can."""
+        return "" if self.tells else f"fleet {self.name}: run must not be async, if workers are to be adopted"
+
+    @property
+    def tells(self) -> bool:
+        """Whether its workers leave word of how `run` ended."""
+        return not inspect.iscoroutinefunction(self._run)
+
+    @property
+    def lane(self) -> str:
+        """The concurrency group of `run`, "" for the default one."""
+        return cluster.lane_of(self._run)
+
+    @property
+    def _run(self) -> Any:
         kind = getattr(getattr(self.worker, "__ray_metadata__", None), "modified_class", self.worker)
-        coroutine = inspect.iscoroutinefunction(getattr(kind, "run", None))
-        return f"fleet {self.name}: run must not be async, if workers are to be adopted" if coroutine else ""
+        return getattr(kind, "run", None)
 
     @property
     def sizes(self) -> Size:
@@ -113,6 +127,11 @@ class Crew:
         """Their ids in Ray, by rank."""
         return [handle._actor_id.hex() for handle in self._handles]
 
+    @property
+    def unheard(self) -> bool:
+        """Whether the end of a `run` would not be heard of."""
+        return bool(self._unsure) and not self._fleet.tells
+
     def place(self, shun: Callable[[], Sequence[str]]) -> bool:
         """Ask for room, outside the nodes `shun`; make the workers if there is room by now: whether they were made now. Returns
         at once, and may be called again: with other nodes, as long as nothing is made, it asks anew. When it raised it goes
@@ -133,10 +152,16 @@ class Crew:
                 fixed |= {"name": self._named(rank), "namespace": cluster.NAMESPACE, "lifetime": "detached"}
             seat = Group(self.group, fleet.size, rank)
             made = made or kind.options(**{**usual, **fixed}).remote(seat, **fleet.arguments)
-            run = made.__ray_call__.remote(_work, self._named(rank)) if self._outlives else made.run.remote()
-            self._runs[run] = rank
+            self._runs[self._begin(made, rank)] = rank
             self._handles.append(made)
         return True
+
+    def _begin(self, made: Any, rank: int) -> ray.ObjectRef[Any]:
+        if not self._fleet.tells:
+            return made.run.remote()  # type: ignore[no-any-return]
+        lane = self._fleet.lane
+        call = made.__ray_call__.options(concurrency_group=lane) if lane else made.__ray_call__
+        return call.remote(_work, self._named(rank))  # type: ignore[no-any-return]
 
     def find(self) -> bool:
         """Take over the workers of this attempt that another process made, if all of them are there."""
@@ -152,7 +177,7 @@ class Crew:
         return True
 
     def _named(self, rank: int) -> str:
-        """The name of a worker that outlives this process, and the key of a word about its end."""
+        """The key of a word about a worker's end, and the name of one that outlives this process."""
         return f"{self.name}/{rank}"
 
     def _find_room(self, shun: frozenset[str]) -> PlacementGroup | None:
@@ -201,7 +226,7 @@ class Crew:
         """Those whose `run` cannot be asked how it ended: what they left word of, and Ray's table."""
         lives = cluster.lives_of([self.actors[rank] for rank in self._unsure])
         for rank in sorted(self._unsure):
-            said = cluster.told(self._named(rank)) if self._outlives else {}
+            said = cluster.told(self._named(rank)) if self._fleet.tells else {}
             if said:
                 self._gone[rank] = Gone(rank, str(said["fault"]), bool(said["alone"]), bool(said.get("late")))
             elif lives.get(self.actors[rank], ("ALIVE", 0))[0] == "DEAD":
@@ -219,6 +244,8 @@ class Crew:
         try:
             ray.get(ref)
             self._gone[rank] = Gone(rank)
+        except ray.exceptions.RayTaskError as error:  # what `run` raised, which may itself be one of the following
+            self._gone[rank] = Gone.by(rank, error.cause, cluster.words_of(error))
         except ray.exceptions.RpcError:
             raise  # Ray could not tell
         except ray.exceptions.ActorUnavailableError:
@@ -234,7 +261,7 @@ class Crew:
         room = self._room or (cluster.room_of(self.name) if self._asked else None)
         if room is not None:
             remove_placement_group(room)
-        for rank in range(self._fleet.size if self._outlives else 0):
+        for rank in range(self._fleet.size if self._fleet.tells else 0):
             cluster.drop(self._named(rank))
         self._runs.clear()
         self._unsure.clear()
@@ -242,7 +269,7 @@ class Crew:
 
 
 def _work(worker: Any, key: str) -> None:
-    """Inside an actor that outlives its driver: its `run`, and a word of how that ended for the driver that will be there."""
+    """Inside an actor: its `run`, and a word of how that ended, for a driver that cannot reach it just then or comes later."""
     try:
         worker.run()
     except BaseException as error:
@@ -258,7 +285,10 @@ def _say(key: str, gone: Gone) -> None:
         stop=tenacity.stop_after_delay(_SAY),
         reraise=True,
     )
-    again(cluster.keep, key, {"fault": gone.fault, "alone": gone.alone, "late": gone.late})
+    try:
+        again(cluster.keep, key, {"fault": gone.fault, "alone": gone.alone, "late": gone.late})
+    except cluster.SIGHTLESS as error:  # who can reach this actor hears it from that
+        _log.warning("worker.no_word", worker=key, why=cluster.words_of(error))
 
 
 def _wants(each: Mapping[str, float]) -> dict[str, Any]:

@@ -324,7 +324,8 @@ class Groups:
                 self._client = None
             return
         looked = self._looked
-        self._step(plan.Viewed(looked.whole, looked.asked, looked.grow, looked.held))
+        unheard = {crew.group for crew in self._crews.values() if crew.unheard} - looked.whole
+        self._step(plan.Viewed(looked.whole, looked.asked, looked.grow, looked.held, looked.broken | unheard))
 
     def _step(self, event: plan.Event) -> None:
         self._decide(event)

@@ -96,7 +96,7 @@ def step(state: State, event: Event, now: float, limits: Limits) -> tuple[State,
         case Ended():
             state = _ended(state, event, now, limits, actions)
         case Viewed():
-            state = _viewed(state, event, now, actions)
+            state = _viewed(state, event, now, limits, actions)
         case NodesGone(nodes):
             state = replace(state, dead=nodes)
             state = _put(state, *(_forgiven(run, nodes, now, limits) for run in state.runs.values()))
@@ -149,8 +149,9 @@ def _time(state: State, now: float, limits: Limits, actions: list[Action]) -> St
     for run in list(state.runs.values()):
         if run.phase is Phase.PAUSED and now >= run.until:
             run = replace(
-                run, phase=Phase.WAITING, attempt=run.attempt + 1, since=now, ended=frozenset(), move=False, held=False
-            )
+                run, phase=Phase.WAITING, attempt=run.attempt + 1, since=now, ended=frozenset(), move=False, held=False,
+                broken=0.0,
+            )  # fmt: skip
             actions.append(Start(run.name, run.attempt))
         elif run.phase is Phase.STARTING and now - run.since >= limits.start_within:
             run = _failed(run, f"it was not whole within {limits.start_within:g} s", frozenset(), now, limits, actions)
@@ -225,7 +226,7 @@ def _over(run: Run, phase: Phase, why: str, now: float, actions: list[Action]) -
     return replace(run, phase=phase, since=now, reason=why)
 
 
-def _viewed(state: State, event: Viewed, now: float, actions: list[Action]) -> State:
+def _viewed(state: State, event: Viewed, now: float, limits: Limits, actions: list[Action]) -> State:
     for run in list(state.runs.values()):
         for_good = event.asked.get(run.name)
         if run.phase in (Phase.STARTING, Phase.RUNNING) and for_good is not None:
@@ -239,6 +240,13 @@ def _viewed(state: State, event: Viewed, now: float, actions: list[Action]) -> S
         elif run.phase is Phase.STARTING and run.name in event.held:
             since = min(now, run.since + now - state.heard)  # its clock stands still
             state = _put(state, replace(run, since=since, held=True, reason="it waits for the others of a grow"))
+        elif run.phase is Phase.RUNNING:
+            broken = run.broken + min(now - state.heard, _LAPSE) if run.name in event.broken and not run.ended else 0.0
+            run = replace(run, broken=broken)
+            if broken >= limits.start_within:
+                why = f"it was not whole for {broken:.0f} s, and none of its workers has ended"
+                run = _failed(run, why, frozenset(), now, limits, actions)
+            state = _put(state, run)
     state = replace(state, heard=now)
     fleet = next((name for name, size in state.sizes.items() if size.grows), None)
     if event.grow is not None and fleet is not None and event.grow[0] not in state.grows:

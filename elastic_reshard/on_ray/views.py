@@ -13,20 +13,22 @@ from elastic_reshard.protocol.docs import GroupDoc, MemberDoc, MemberState
 from elastic_reshard.supervisor.answers import Growth
 from elastic_reshard.supervisor.client import SupervisorClient
 
-__all__ = ["Looked", "asked_of", "end_of", "held_of", "look", "whole_of"]
+__all__ = ["Looked", "asked_of", "broken_of", "end_of", "held_of", "look", "whole_of"]
 
 _PRESENT: Final = (MemberState.JOINING, MemberState.LIVE, MemberState.LEAVING)
+_LEFT: Final = "left"  # the supervisor's reason for who left by itself
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """whole, asked, grow, held: as `plan.Viewed`. drained: hosts that are to be emptied."""
+    """whole, asked, grow, held, broken: as `plan.Viewed`. drained: hosts that are to be emptied."""
 
     whole: frozenset[str] = frozenset()
     asked: Mapping[str, bool] = field(default_factory=dict)
     grow: tuple[str, int, int] | None = None
     drained: frozenset[str] = frozenset()
     held: frozenset[str] = frozenset()
+    broken: frozenset[str] = frozenset()
 
 
 def look(client: SupervisorClient, workers: Mapping[str, Worker], crews: Mapping[str, Sequence[str]]) -> Looked:
@@ -39,7 +41,8 @@ def look(client: SupervisorClient, workers: Mapping[str, Worker], crews: Mapping
     growth = client.growing()
     of = {name: {m for m, w in workers.items() if w.actor and w.actor in actors} for name, actors in crews.items()}
     grow = (growth.name, growth.groups, growth.members) if growth is not None and not growth.done else None
-    return Looked(whole_of(groups, of), asked_of(members, of, drained), grow, drained, held_of(growth, groups, of))
+    whole, held = whole_of(groups, of), held_of(growth, groups, of)
+    return Looked(whole, asked_of(members, of, drained), grow, drained, held, broken_of(members, of, whole))
 
 
 def whole_of(groups: Mapping[str, GroupDoc], of: Mapping[str, set[str]]) -> frozenset[str]:
@@ -53,6 +56,19 @@ def held_of(growth: Growth | None, groups: Mapping[str, GroupDoc], of: Mapping[s
     """Groups whose present attempt is complete, and is held by this grow until the others are there."""
     ready = set(growth.ready) - set(growth.admitted) if growth is not None and not growth.done else set()
     return frozenset(name for name in ready & of.keys() & groups.keys() if set(groups[name].members) <= of[name])
+
+
+def broken_of(members: Mapping[str, MemberDoc], of: Mapping[str, set[str]], whole: Collection[str]) -> frozenset[str]:
+    """Groups of which a member was put out, and none has come in its place. Who left by itself may have more to do outside the
+    job, and who is only out of reach may come back."""
+    found = set()
+    for name in of.keys() - set(whole):
+        docs = [members[m] for m in of[name] if m in members]
+        there = {doc.rank for doc in docs if doc.state in _PRESENT}
+        out = {doc.rank for doc in docs if doc.state is MemberState.LOST and doc.reason != _LEFT}
+        if out - there:
+            found.add(name)
+    return frozenset(found)
 
 
 def asked_of(members: Mapping[str, MemberDoc], of: Mapping[str, set[str]], drained: frozenset[str]) -> dict[str, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import pytest
 import ray
 
 from elastic_reshard import on_ray
-from elastic_reshard.on_ray import Fleet, Groups, Limits, Phase
+from elastic_reshard.on_ray import Fleet, Groups, Limits, Phase, cluster
 from elastic_reshard.on_ray.cluster import host_of
 from tests.on_ray.conftest import QUICK, RayNodes, lives, machine_dies, until, wait_for
-from tests.on_ray.workers import Engine, Trainer
+from tests.on_ray.workers import Engine, Gated, Trainer
 
 pytestmark = pytest.mark.long
 MANY = {"max_concurrency": 4}
@@ -65,6 +66,33 @@ def test_one_of_two_ranks_is_killed_and_both_start_again(nodes: RayNodes, runtim
             "engine": (2, 1),
         }
     on_ray.close("gang")
+
+
+@pytest.mark.timeout(120)
+def test_the_end_of_a_run_is_heard_although_its_actor_could_not_be_reached(
+    nodes: RayNodes, tmp_path: Path, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is pretended but the answer of Ray, once of each run, that its actor is unavailable."""
+    gate, real, asked = tmp_path / "gate", ray.get, set()
+
+    def get(ref: Any, **named: Any) -> Any:
+        if threading.current_thread().name == "elastic-reshard-groups-gated" and ref not in asked:
+            asked.add(ref)
+            raise ray.exceptions.ActorUnavailableError("the connection broke", None)
+        return real(ref, **named)
+
+    monkeypatch.setattr(ray, "get", get)
+    fleet = Fleet("gated", Gated, each={"CPU": 1, "one": 1}, arguments={"gate": str(gate)})
+    with Groups("gated", [fleet], Limits(pause=0.1)) as groups:
+        wait_for(groups, "gated", Phase.STARTING, 1)
+        gate.write_text("no such thing")
+        run = wait_for(groups, "gated", Phase.STARTING, 2)
+        assert len(run.failures) == len(asked) == 1
+        assert "no such thing" in run.reason
+        gate.touch()
+        wait_for(groups, "gated", Phase.DONE, 2)
+        assert len(asked) == 2
+    assert cluster.kept(f"{cluster.NAMESPACE}/gated/") == [], "the words are gone with the workers"
 
 
 @pytest.mark.timeout(200)

@@ -287,6 +287,39 @@ def test_who_is_held_no_longer_has_the_time_that_was_left() -> None:
     assert world.tell(Tick(), 0.2) == [End("engine", 1)]
 
 
+def test_a_group_that_runs_on_outside_the_job_is_started_again() -> None:
+    world = World(engine=Size(1, 2))
+    for name in ("engine-0", "engine-1"):
+        world.whole(name)
+    broken = frozenset({"engine-1"})
+    for _ in range(19):
+        assert world.sees(after=1.0, broken=broken) == []
+    assert world.sees(after=1.0) == [], "it has mended itself"
+    for _ in range(19):
+        assert world.sees(after=1.0, broken=broken) == []
+    assert world.sees(after=1.0, broken=broken) == [End("engine-1", 1)]
+    assert "not whole for 20 s" in world.run("engine-1").reason
+    assert len(world.run("engine-1").failures) == 1
+    assert world.tell(Tick(), LIMITS.pause) == [Start("engine-1", 2)]
+    world.whole("engine-1")
+    assert world.sees(after=1.0, broken=broken) == [], "another one"
+    assert world.run("engine-0").phase is Phase.RUNNING
+
+
+def test_what_nobody_could_see_breaks_no_group_and_what_winds_up_is_let() -> None:
+    world = World(engine=Size(2, 1))
+    world.whole("engine")
+    broken = frozenset({"engine"})
+    world.sees(after=1.0, broken=broken)
+    assert world.sees(after=1000.0, broken=broken) == [], "the supervisor was away"
+    assert world.sees(after=3.0, broken=broken) == []
+    world.dies("engine", 1, fault="")
+    for _ in range(100):
+        assert world.sees(after=1.0, broken=broken) == []
+    world.dies("engine", 0, fault="")
+    assert world.run("engine").phase is Phase.DONE
+
+
 def test_resize_down_asks_the_youngest_until_they_are_asked() -> None:
     world = World(engine=Size(1, 3, grows=True))
     world.whole("engine-0")
@@ -399,7 +432,7 @@ _event = st.one_of(
     st.builds(Ended, _group, st.integers(1, 3), st.integers(0, 1), st.sampled_from(["", "died"]), st.just({"n"}),
               st.booleans()),
     st.builds(Viewed, st.frozensets(_group), st.dictionaries(_group, st.booleans(), max_size=2),
-              st.sampled_from([None, ("g", 1, 0)]), st.frozensets(_group)),
+              st.sampled_from([None, ("g", 1, 0)]), st.frozensets(_group), st.frozensets(_group)),
     st.builds(Resize, st.just("engine"), st.integers(0, 3)),
     st.just(NodesGone(frozenset({"n"}))),
 )  # fmt: skip

@@ -135,6 +135,22 @@ class Sleeper:
         return os.getpid()
 
 
+class Gated:
+    """Joins nothing, and works until it is told how to end, in a file."""
+
+    def __init__(self, group: er.Group, gate: str) -> None:
+        self.gate = gate
+
+    def run(self) -> None:
+        """Raises what is in the file, if there is something."""
+        while not os.path.exists(self.gate):
+            time.sleep(0.02)
+        with open(self.gate) as told:
+            if fault := told.read():
+                os.remove(self.gate)
+                raise RuntimeError(fault)
+
+
 class Napper:
     """Joins nothing, never ends by itself, and may outlive its driver."""
 
