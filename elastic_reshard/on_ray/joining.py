@@ -9,11 +9,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import ray
+import tenacity
 
-from elastic_reshard.errors import ReshardError
+from elastic_reshard.errors import ReshardError, SupervisorUnreachable
 from elastic_reshard.log import logger
 from elastic_reshard.member import Group, Member
 from elastic_reshard.member import join as join_at
@@ -26,7 +27,10 @@ from elastic_reshard.protocol import places
 __all__ = ["Seat", "join", "seat", "vouch"]
 
 _log = logger("on_ray")
+T = TypeVar("T")
 _LOOK: Final = 1.0  # seconds between looks at where the supervisor is
+_following: dict[Path, list[Callable[[], bool]]] = {}  # by the file that is written: whether somebody takes part here
+_lock = threading.Lock()  # of the above
 
 
 def join(
@@ -49,15 +53,20 @@ def join(
     Raises as `er.join`."""
     end = time.monotonic() + deadline
     found = find(job, deadline)
-    place = cluster.here()
-    _write(job, found.url, runtime)
+    place = _place(name, end)
+    path = _file(job, runtime)
+    _write(path, found.url)
     member = join_at(
         found.url, name=name, group=group, token=found.token, host=host or cluster.host_of(place.node), runtime=runtime,
         deadline=max(0.1, end - time.monotonic()), **given,
     )  # fmt: skip
-    vouch(job, member.id)
+    try:
+        _vouch(job, member.id, end)
+    except BaseException:
+        member._abandon()  # nobody has it: it would take part for as long as this process lives, and keep its seat
+        raise
     there = weakref.ref(member)
-    _start_following(job, runtime, lambda: (member := there()) is not None and member._desk.link is not None)
+    _start_following(job, path, lambda: (member := there()) is not None and member._desk.link is not None)
     return member
 
 
@@ -74,27 +83,73 @@ class Seat:
 def seat(job: str = "job", *, runtime: str | os.PathLike[str] | None = None, timeout: float = 30.0) -> Seat:
     """In an actor whose child process is the member (an engine's loop, say): what that needs, to be handed to it. When it has
     joined, tell `vouch` its id. While this process lives it writes down where the supervisor is, as `join` does; runtime must
-    be the child's. Blocks `timeout` seconds at most. Raises as `find`."""
+    be the child's. May be called again, for each child. Blocks `timeout` seconds at most. Raises as `find`."""
+    end = time.monotonic() + timeout
     found = find(job, timeout)
-    _write(job, found.url, runtime)
-    _start_following(job, runtime, lambda: True)
-    return Seat(found.url, cluster.host_of(cluster.here().node), found.token)
+    place = _place("a child of this actor", end)
+    path = _file(job, runtime)
+    _write(path, found.url)
+    _start_following(job, path, _always)
+    return Seat(found.url, cluster.host_of(place.node), found.token)
 
 
-def vouch(job: str, member: str) -> None:
-    """The end of this actor, or of its node, is also that of this member (its id), which is this process or a child of it."""
-    place = cluster.here()
-    keep_worker(job, member, Worker(place.node, place.actor, place.restarts))
+def vouch(job: str, member: str, timeout: float = 30.0) -> None:
+    """The end of this actor, or of its node, is also that of this member (its id), which is this process or a child of it.
+    Blocks `timeout` seconds at most, or for one call to Ray's control service. Raises SupervisorUnreachable if that could not
+    be told; the member takes part all the same."""
+    _vouch(job, member, time.monotonic() + timeout)
 
 
-def _start_following(job: str, runtime: str | os.PathLike[str] | None, there: Callable[[], bool]) -> None:
-    name = f"elastic-reshard-follow-{job}"
-    threading.Thread(target=_follow, args=(job, runtime, there), name=name, daemon=True).start()
+def _vouch(job: str, member: str, end: float) -> None:
+    def once() -> None:
+        place = cluster.here()
+        keep_worker(job, member, Worker(place.node, place.actor, place.restarts))
+
+    _told(once, member, end)
 
 
-def _write(job: str, url: str, runtime: str | os.PathLike[str] | None) -> None:
+def _place(who: str, end: float) -> cluster.Place:
+    return _told(cluster.here, who, end)
+
+
+def _told(once: Callable[[], T], who: str, end: float) -> T:
+    """Ask Ray until it answers: its control service may be away a moment."""
+    again = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(cluster.SIGHTLESS),
+        wait=tenacity.wait_random_exponential(multiplier=0.1, max=1.0),
+        stop=tenacity.stop_after_delay(max(0.0, end - time.monotonic())),
+        reraise=True,
+    )
+    try:
+        return again(once)
+    except cluster.SIGHTLESS as error:
+        raise SupervisorUnreachable(
+            f"{who}: Ray could not be told in time where it runs, its control service does not answer "
+            f"({cluster.words_of(error)}). Try again when Ray's head is well"
+        ) from error
+
+
+def _always() -> bool:
+    return True
+
+
+def _start_following(job: str, path: Path, there: Callable[[], bool]) -> None:
+    """One thread for all who take part by this file."""
+    with _lock:
+        if path not in _following:
+            name = f"elastic-reshard-follow-{job}"
+            threading.Thread(target=_follow, args=(job, path), name=name, daemon=True).start()
+        known = _following.setdefault(path, [])
+        if there not in known:
+            known.append(there)
+
+
+def _file(job: str, runtime: str | os.PathLike[str] | None) -> Path:
     """Where the host's watchdog and members look for a supervisor that has moved."""
-    path = places.job_folder(job, Path(runtime) if runtime is not None else None) / "url"
+    return places.job_folder(job, Path(runtime) if runtime is not None else None) / "url"
+
+
+def _write(path: Path, url: str) -> None:
     try:
         if path.read_text().strip() == url:
             return
@@ -103,15 +158,24 @@ def _write(job: str, url: str, runtime: str | os.PathLike[str] | None) -> None:
     places.write_private(path, url)
 
 
-def _follow(job: str, runtime: str | os.PathLike[str] | None, there: Callable[[], bool]) -> None:
+def _followed(path: Path) -> bool:
+    """Whether somebody still takes part; nobody: whoever comes later starts a thread anew."""
+    with _lock:
+        left = [there for there in _following[path] if there()]
+        if left:
+            _following[path] = left
+        else:
+            del _following[path]
+        return bool(left)
+
+
+def _follow(job: str, path: Path) -> None:
     """While somebody takes part here: write down where the supervisor is, if it has come back elsewhere."""
-    written = ""
-    while there():
+    while _followed(path):
         time.sleep(_LOOK)
         try:
             url = str(cluster.told(address_key(job)).get("url", ""))
-            if url and url != written:
-                _write(job, url, runtime)
-                written = url
+            if url:
+                _write(path, url)
         except (ReshardError, ray.exceptions.RayError, OSError) as error:  # looked again in a moment
             _log.info("follow.blind", job=job, why=f"{type(error).__name__}: {error}")
