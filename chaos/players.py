@@ -199,8 +199,10 @@ def engine(pipe: Connection, part: Part, records: Records) -> int:
         found: int | ReshardError | None = None
         if chance.random() < 0.1:
             found = records.call("receive", RECEIVE, lambda: member.receive(RECEIVE))
-        elif _newer(member, records):
+        elif (newer := _newer(member, records)) is True:
             found = records.call("install", INSTALL, lambda: member.install(INSTALL)["weight_version"])
+        else:
+            found = newer or None
         if isinstance(found, NotAMember):
             return AGAIN
         if isinstance(found, int):
@@ -211,13 +213,13 @@ def engine(pipe: Connection, part: Part, records: Records) -> int:
     return 0
 
 
-def _newer(member: er.Member, records: Records) -> bool:
-    """Wait a moment for a version that can be installed; whether there is one."""
+def _newer(member: er.Member, records: Records) -> bool | ReshardError:
+    """Wait a moment for a version that can be installed; whether there is one, or the error that was told instead."""
     events, until = member.watch(timeout=WATCH), time.monotonic() + WATCH
     while time.monotonic() < until:
         event = records.call("watch", WATCH, lambda: next(events, None))
         if not isinstance(event, er.Event):
-            return False
+            return event or False
         if event.kind == "installable":
             return True
     return False

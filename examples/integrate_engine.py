@@ -25,6 +25,7 @@ import httpx
 import torch
 
 import elastic_reshard as er
+from elastic_reshard.errors import NotAMember
 
 WIDTH = 256
 JOB = "integrate"
@@ -67,19 +68,22 @@ class Updatable(Engine):
         super().__init__()
         seat = er.Group("engine", size=1, rank=0)  # a tensor-parallel engine: each rank with its own
         self.member = join(name="engine-0", role="destination", group=seat, tensors=self.weights, layout=layout())
-        self.ready, self.leaving = 0, False
+        self.ready, self.leaving, self.lost = 0, False, ""
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        for event in self.member.watch():  # level, not edge: begins with what is true
-            if event.kind == "installable":
-                self.ready = event.weight_version
-            elif event.kind == "leave":
-                self.leaving = True
+        try:
+            for event in self.member.watch():  # level, not edge: begins with what is true
+                if event.kind == "installable":
+                    self.ready = event.weight_version
+                elif event.kind == "leave":
+                    self.leaving = True
+        except NotAMember as error:  # put out unasked: it may serve on, but gets nothing new until it is started again
+            self.lost = str(error)
 
     def state(self) -> dict[str, Any]:
-        """For whoever drives: what it serves, what it could, whether it was asked to leave."""
-        return {"serves": self.member.weight_version, "ready": self.ready, "leaving": self.leaving}
+        """For whoever drives: what it serves, what it could, whether it was asked to leave, why it was put out."""
+        return {"serves": self.member.weight_version, "ready": self.ready, "leaving": self.leaving, "lost": self.lost}
 
     def update(self) -> dict[str, Any]:
         """While paused: take the newest version. All ranks of a group call it; one verdict for all. GroupBroken: do not

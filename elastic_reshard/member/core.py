@@ -171,6 +171,12 @@ class MemberCore:
             return doc.reason or f"it is {doc.state}"
         return ""
 
+    @property
+    def parting(self) -> bool:
+        """Whether its end is its own, or known to it: it leaves, was asked to, or its job is over."""
+        asked = self.me is not None and self.me.leave_within is not None
+        return self.leaving or asked or (self.farewell is not None and self.farewell.over)
+
     def missing(self) -> list[str]:
         """Ranks of the group that are not there, with the last known member of each."""
         group = self.my_group

@@ -75,6 +75,14 @@ class Desk:
         why = self.core.out
         if why or self.link is None:
             raise NotAMember(f"{self.core.member} is no member any more: {why or 'it has left'}; join again")
+        if (failure := self.link.failure) is not None:
+            raise NotAMember(f"{self.core.member} is no member any more: {failure}; join again") from failure
+
+    @property
+    def parted(self) -> bool:
+        """Whether this member has gone, or goes as it should: then that it takes no part any more is no news."""
+        with self.changed:
+            return self.link is None or self.core.parting
 
     def wait(self, ready: Callable[[], T | None], deadline: float, late: Callable[[], str]) -> T:
         """Block until `ready` returns something, at most until `deadline` (time.monotonic()). The caller holds the lock.

@@ -359,9 +359,11 @@ class Member:
 
     def watch(self, timeout: float | None = None) -> Iterator[Event]:
         """Events as they come: pending, installable, partial, abandoned, leave. Blocks between them; ends when this member
-        has left, or after `timeout` seconds without one. Each watch is a listener of its own and begins with what is true.
+        has left or was asked to and is out, when its job is over, or after `timeout` seconds without one. Each watch is a
+        listener of its own and begins with what is true.
 
-        Raises ArenaError, once, if there is no memory to land in what comes from other hosts."""
+        Raises NotAMember if this member was put out unasked (by force, or taken for dead); ArenaError, once, if there is no
+        memory to land in what comes from other hosts."""
         watcher = Watcher(self._desk.core)
         telling = self._installer.watching if self._installer is not None else None
         while True:
@@ -375,7 +377,9 @@ class Member:
             try:
                 found = self._desk.await_tidily(news, deadline, lambda: "no event")
             except NotAMember:
-                return
+                if self._desk.parted:
+                    return
+                raise
             except RefitTimeout:
                 if timeout is None:
                     continue

@@ -35,8 +35,9 @@ class Fleet:
     name: of the fleet, and of its group if it has one and does not grow; else groups are called name-0, name-1, ...
     worker: a class, plain or `ray.remote`. Each rank is `worker(er.Group(...), **arguments)` in an actor of its own, in which
         `run()` is called: it joins by `on_ray.join` with that group, works, calls `leave` when `watch` says so, and returns. A
-        rank that returns unasked has done its work. How `run` ends is heard also of an actor that Ray could not reach for a
-        while; if it is async only by the actor's end, or by the supervisor's word that its group is not whole.
+        rank that returns unasked has done its work; in one that was put out, `watch` raises and does not just end. How `run`
+        ends is heard also of an actor that Ray could not reach for a while; if it is async only by the actor's end, or by
+        the supervisor's word that its group is not whole.
     size: ranks of a group; groups: how many there are at the beginning; grows: whether `grow` of the API makes more of them.
     each: resources of one rank, as Ray names them; strategy: of the group's placement group; options: more options of the
         actors (`runtime_env`, ...).

@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.device_mesh import init_device_mesh
 
 import elastic_reshard as er
-from elastic_reshard.errors import GroupBroken, NothingInstallable, RefitTimeout
+from elastic_reshard.errors import GroupBroken, NotAMember, NothingInstallable, RefitTimeout
 from rl.broadcast import Listener
 from rl.buffer import Chunk, Weights
 from rl.grpo import batch_of
@@ -110,11 +110,15 @@ class Loop:
             os._exit(3)  # whoever drives it is gone
 
     def _watch(self, member: er.Member) -> None:
-        for event in member.watch():
-            if event.kind == "leave":
-                self._leaving.set()
-                self._inbox.put(("wake",))
-            self.say("event", event.kind, event.weight_version)
+        try:
+            for event in member.watch():
+                if event.kind == "leave":
+                    self._leaving.set()
+                    self._inbox.put(("wake",))
+                self.say("event", event.kind, event.weight_version)
+        except NotAMember as error:
+            print(f"{self.owner} was put out: {error}", file=sys.stderr, flush=True)
+            os._exit(4)  # it would sample from old weights for ever: its group is started again
 
     # -- the main thread
 

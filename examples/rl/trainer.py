@@ -134,7 +134,7 @@ class TrainerRank:
         return member
 
     def _watch(self, member: er.Member) -> None:
-        for event in member.watch():
+        for event in member.watch():  # put out unasked, it raises NotAMember here, and in the next publish
             if event.kind == "leave":
                 self._leaving.set()
 

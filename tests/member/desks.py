@@ -27,6 +27,7 @@ class Link:
     """What a member's link would do, in memory."""
 
     connected = True
+    failure: ReshardError | None = None
 
     def __init__(self) -> None:
         self.statements: list[Statement] = []

@@ -519,3 +519,19 @@ def test_installable_is_what_has_arrived_on_the_hosts_of_all_ranks() -> None:
     assert not told(sources=["far"])
     here.change(state=GroupState.LANDING)
     assert not told(sources=["h", "far"])
+
+
+@pytest.mark.parametrize(
+    ("asked", "leaving", "over", "parting"),
+    [(None, False, False, False), (3.0, False, False, True), (None, True, False, True), (None, False, True, True)],
+)
+def test_whose_end_is_no_news(world: World, asked: float | None, leaving: bool, over: bool, parting: bool) -> None:
+    doc = MemberDoc(id=ME, group="g", rank=0, roles=world.core.roles, host="h", state=MemberState.LOST,
+                    reason="left out by force", leave_within=asked)  # fmt: skip
+    world.core.hear(Told(term=1, instance="i", base=world.revision, revision=world.revision + 1, membership_epoch=1,
+                         members={ME: doc}))  # fmt: skip
+    world.core.leaving = leaving
+    if over:
+        world.core.hear(Farewell(term=1, instance="i", over=True))
+    assert world.core.out == ("its job is over" if over else "left out by force")
+    assert world.core.parting is parting
