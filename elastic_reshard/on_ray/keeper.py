@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NoReturn, TypeVar
 
 import ray
 import tenacity
@@ -39,6 +39,7 @@ _PORT_PATIENCE: Final = 5.0  # seconds in which a predecessor's port may become 
 _BEGIN: Final = 15.0  # seconds for a start whose journal another one still holds
 _ASK: Final = 5.0  # seconds of one call to the actor
 _RECOVER: Final = 3  # times `reregister`, after which a recovery goes on with who has come
+_AGAIN: Final = 5.0  # seconds before a start that failed is tried again
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,10 +173,23 @@ def _patiently(once: Callable[[], T], job: str, timeout: float) -> T:
             raise ProtocolError(
                 f"the supervisor of job {job} could not be started: {cluster.words_of(error)}"
             ) from error
+        why = _fault(job)
+        remedy = (
+            f"Its last start failed, and is tried again: {why}"
+            if why
+            else "Start it with on_ray.start, or see where Ray has room for it"
+        )
         raise SupervisorUnreachable(
-            f"the supervisor of job {job} did not answer in Ray within {timeout:g} s: {cluster.words_of(error)}. Start it with "
-            "on_ray.start, or see where Ray has room for it"
+            f"the supervisor of job {job} did not answer in Ray within {timeout:g} s: {cluster.words_of(error)}. {remedy}"
         ) from error
+
+
+def _fault(job: str) -> str:
+    """Why its last start failed; "" if it did not, as far as can be told."""
+    try:
+        return str(cluster.told(address_key(job)).get("fault", ""))
+    except cluster.SIGHTLESS as error:
+        return f"perhaps, Ray cannot tell ({cluster.words_of(error)})"
 
 
 def _passing(error: BaseException) -> bool:
@@ -195,19 +209,42 @@ class Keeper:
 
     def __init__(self, wanted: _Wanted) -> None:
         self._wanted, self._job = wanted, wanted.options.job
-        self._lock = threading.Lock()
+        self._lock, self._closing = threading.Lock(), False
+        again = _reconstructed()
+        try:
+            self._open(again)
+        except BaseException as error:
+            if not again or isinstance(error, Fenced):
+                raise
+            # Ray starts an actor again whose process exits, and never one that raised when it was made.
+            self._note(error)
+            time.sleep(_AGAIN)
+            self._exit("supervisor.not_started", error)
+
+    def _open(self, again: bool) -> None:
         place = cluster.here()
-        self._address = place.address if wanted.listen == NODE else wanted.listen
-        again = bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        recover = self._missing() if again and wanted.options.journal is None else 0
+        self._address = place.address if self._wanted.listen == NODE else self._wanted.listen
+        recover = self._missing() if again and self._wanted.options.journal is None else 0
         self._supervisor = self._begin(int(cluster.told(address_key(self._job)).get("port", 0)), recover)
         _log.info("supervisor.on_ray", job=self._job, node=place.node, term=self._supervisor.term, again=again,
                   url=self._supervisor.url, recover_from=recover)  # fmt: skip
-        self._lookout = Lookout(self._job, self.place, wanted.options.deadlines.beat)
-        self._closing = False
+        self._lookout = Lookout(self._job, self.place, self._wanted.options.deadlines.beat)
         threading.Thread(target=self._guard, name="elastic-reshard-guard", daemon=True).start()
         if recover:
-            threading.Thread(target=self._hurry, name="elastic-reshard-recovery", daemon=True).start()
+            threading.Thread(target=self._hurry, args=(recover,), name="elastic-reshard-recovery", daemon=True).start()
+
+    def _note(self, error: BaseException) -> None:
+        """For who looks for it meanwhile."""
+        try:
+            told = cluster.told(address_key(self._job))
+            cluster.keep(address_key(self._job), {**told, "fault": f"{type(error).__name__}: {error}"[:500]})
+        except cluster.SIGHTLESS as blind:
+            _log.warning("supervisor.not_noted", job=self._job, why=cluster.words_of(blind))
+
+    def _exit(self, event: str, error: BaseException | str) -> NoReturn:
+        """This actor is of no use: Ray starts it again."""
+        _log.error(event, job=self._job, why=error if isinstance(error, str) else f"{type(error).__name__}: {error}")
+        os._exit(1)
 
     def _missing(self) -> int:
         """How many members must say what they have before anything is decided: those that may still live."""
@@ -265,37 +302,56 @@ class Keeper:
                 _log.error("supervisor.fenced", job=self._job, why=str(error))
                 return
             except BaseException as error:  # noqa: BLE001 - whatever ended it: this actor is of no use without it
-                _log.error("supervisor.ended", job=self._job, why=f"{type(error).__name__}: {error}")
-                os._exit(1)
+                self._exit("supervisor.ended", error)
             with self._lock:
-                if self._closing or self._supervisor is watched:
+                if self._closing:
                     return
+                if self._supervisor is watched:
+                    self._exit("supervisor.ended", "it was closed, and no other one has begun")
 
-    def _hurry(self) -> None:
-        """Members that died while nobody watched will never come: go on with those that have."""
-        patience = _RECOVER * self._wanted.options.deadlines.reregister
+    def _hurry(self, awaited: int) -> None:
+        """Members that died while nobody watched will never come: go on with those that have. awaited: how many are awaited;
+        who came may die before the next server has heard them, so it is looked at until the recovery is over."""
+        beat, patience = self._wanted.options.deadlines.beat, _RECOVER * self._wanted.options.deadlines.reregister
         until = time.monotonic() + patience
-        while (came := self._came(until)) is None:
-            time.sleep(self._wanted.options.deadlines.beat)
-        if not came:
-            return
-        _log.warning("supervisor.recovers_without", job=self._job, came=came, waited=patience)
+        try:
+            while not self._closing and (came := self._came()) != 0:
+                if came is None or came >= awaited or time.monotonic() < until:
+                    time.sleep(beat)
+                    continue
+                _log.warning("supervisor.recovers_without", job=self._job, came=came, waited=patience)
+                self._anew(came)
+                awaited, until = came, time.monotonic() + patience
+        except Fenced:
+            return  # the guard tells
+        except BaseException as error:  # noqa: BLE001 - whatever it was: it would recover for ever
+            self._exit("supervisor.ended", error)
+
+    def _anew(self, awaited: int) -> None:
+        """Another server in this one's place."""
         with self._lock:
+            if self._closing:
+                return
             port = int(self._supervisor.url.rpartition(":")[2])
             self._supervisor.close(over=False)
-            try:
-                self._supervisor = self._begin(port, came)
-            except ReshardError as error:  # the guard sees only that the last one was closed
-                _log.error("supervisor.ended", job=self._job, why=str(error))
-                os._exit(1)
+            self._supervisor = self._begin(port, awaited)
 
-    def _came(self, until: float) -> int | None:
-        """0 if the recovery is over, how many members have come if its time is, else None: look again."""
+    def _came(self) -> int | None:
+        """How many members have come (at least 1); 0 if the recovery is over, None if that cannot be told now."""
         try:
             found = self.place()
             with SupervisorClient(found.url, found.token) as asking:
                 if asking.health()["status"] != "recovering":
                     return 0
-                return max(1, len(asking.members())) if time.monotonic() >= until else None
+                return max(1, len(asking.members()))
         except SupervisorUnreachable:  # slow is not over
             return None
+
+
+def _reconstructed() -> bool:
+    """Whether Ray has started this actor before. If Ray cannot tell, yes: then whatever goes wrong is tried again."""
+    try:
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    except cluster.SIGHTLESS as error:
+        _log.warning("supervisor.blind", why=cluster.words_of(error))
+        return True
