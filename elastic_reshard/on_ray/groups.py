@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import ray
+import tenacity
 from ray.actor import ActorHandle
 
 from elastic_reshard.errors import (
@@ -92,6 +93,9 @@ class Groups:
         self._client: SupervisorClient | None = None
         self._stop = False
         self._error: BaseException | None = None
+        self._unended = (
+            "Ray has not answered"  # why workers may still run after the end; "" when none does that should not
+        )
         self._thread = threading.Thread(target=self._main, name=f"elastic-reshard-groups-{job}", daemon=True)
         self._thread.start()
 
@@ -164,10 +168,12 @@ class Groups:
         return Crew(self._fleets[run.fleet], run.name, run.attempt, self._keeper, outlives=self._adopt)
 
     def close(self, leave: bool = False) -> None:
-        """End all workers, and wait for the thread (10 s at most: while Ray is away they are ended when it is back, or by
-        Ray with this process). Idempotent. Ask for `resize(fleet, 0)` and wait before, if they are to leave in good order.
+        """End all workers, and wait until Ray has taken it, 10 s at most. Idempotent. Ask for `resize(fleet, 0)` and wait
+        before, if they are to leave in good order.
 
-        leave: let them run, for the next `Groups` of the job with adopt. Raises ProtocolError without adopt."""
+        leave: let them run, for the next `Groups` of the job with adopt. Raises ProtocolError without adopt; MembershipError,
+        naming their groups, if workers may still run. They are ended when Ray is seen again, for `limits.blind` seconds; call
+        it again to wait for that."""
         if leave and not self._adopt:
             raise ProtocolError("without adopt no workers can be left running: give Groups adopt=True")
         with self._changed:
@@ -175,6 +181,16 @@ class Groups:
             self._stop = True
             self._changed.notify_all()
         self._thread.join(_END)
+        if self._unended and not self._leave and (self._crews or self._adopt):
+            last = (
+                f"on_ray.Groups({self._job!r}, [], adopt=True).close() does it"
+                if self._adopt
+                else "its end is theirs too"
+            )
+            raise MembershipError(
+                f"workers of job {self._job} may still run, of groups {', '.join(sorted(self._crews)) or '(none)'}: "
+                f"{self._unended}. This program goes on trying to end them, for {self._limits.blind:g} s; then {last}"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +198,12 @@ class Groups:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(leave=self._adopt and error is not None)
+        try:
+            self.close(leave=self._adopt and error is not None)
+        except MembershipError as unended:
+            if error is None:
+                raise
+            error.add_note(str(unended))
 
     def _check(self) -> None:
         # The thread may be in a call to Ray that does not come back: then it is noticed here.
@@ -216,19 +237,45 @@ class Groups:
             self._end_all()
 
     def _end_all(self) -> None:
+        """End who is left, again and again while Ray does not take it. Without `adopt`, Ray's own end is theirs."""
         leave = self._adopt and (self._leave or self._error is not None)
-        if ray.is_initialized() and not leave:
-            try:
-                for crew in self._crews.values():
-                    crew.end()
-                if self._adopt:
-                    self._kept.check()
-                    self._kept.drop()
-            except (*cluster.SIGHTLESS, Fenced) as error:  # Ray ends them with this process, or the next Groups does
-                _log.warning("groups.not_ended", job=self._job, why=cluster.words_of(error))
-        self._crews.clear()
+        again = tenacity.Retrying(
+            retry=tenacity.retry_if_result(bool),
+            wait=tenacity.wait_exponential(multiplier=0.2, max=2.0),
+            stop=tenacity.stop_after_delay(max(_END, self._limits.blind)),
+            retry_error_callback=lambda state: self._unended,
+        )
+        self._unended = "" if leave else again(self._end_some)
+        if not self._unended:
+            self._crews.clear()
         if self._client is not None:
             self._client.close()
+
+    def _end_some(self) -> str:
+        """End whom Ray lets; "" if nobody is left, else why not. Those that another Groups keeps by now are left to it."""
+        if not ray.is_initialized():
+            return "Ray was shut down before them" if self._adopt and self._crews else ""
+        why = ""
+        try:
+            if self._adopt:
+                self._kept.check()
+            for name, crew in list(self._crews.items()):
+                try:
+                    crew.end()
+                    del self._crews[name]
+                except cluster.SIGHTLESS as error:
+                    why = cluster.words_of(error)
+            if self._adopt and not why:
+                self._kept.drop()
+        except Fenced as error:
+            _log.warning("groups.not_ended", job=self._job, why=cluster.words_of(error))
+            return ""
+        except cluster.SIGHTLESS as error:
+            why = cluster.words_of(error)
+        if why:
+            _log.warning("groups.not_ended", job=self._job, groups=sorted(self._crews), why=why)
+            self._unended = why
+        return why
 
     def _try_turn(self) -> None:
         """Look at everything once. A look that fails is no news of anybody."""

@@ -17,7 +17,7 @@ from elastic_reshard.on_ray import Fleet, Groups, Limits, Phase
 from elastic_reshard.on_ray.cluster import host_of
 from elastic_reshard.supervisor.server import Options
 from tests.on_ray.conftest import QUICK, RayNodes, call, machine_dies, until, wait_for
-from tests.on_ray.workers import Engine, Parent, Stillborn, Trainer
+from tests.on_ray.workers import Engine, Parent, Sleeper, Stillborn, Trainer
 
 
 def actor(kind: type, group: str, where: str, runtime: Path, job: str, **more: Any) -> Any:
@@ -172,3 +172,48 @@ def test_a_child_of_an_actor_is_a_member_and_ends_with_its_node(nodes: RayNodes,
         until(lambda: member not in client.members() or client.members()[member].state != "live",
               "Ray's word of the node is taken, long before its host would be given up", 30)  # fmt: skip
     on_ray.close("family")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(180)
+def test_a_member_that_was_put_out_by_force_is_started_again(nodes: RayNodes, runtime: Path) -> None:
+    """It still runs, and its `run` raises: it is not taken for one that has done its work."""
+    on_ray.start("outcast", runtime=runtime, deadlines=QUICK)
+    given = {"job": "outcast", "runtime": str(runtime)}
+    fleet = Fleet("engine", Engine, each={"CPU": 1, "one": 1}, arguments=given, options={"max_concurrency": 4})
+    with Groups("outcast", [fleet], Limits(pause=0.1)) as groups, on_ray.client("outcast") as client:
+        wait_for(groups, "engine", Phase.RUNNING, 1)
+        (first,) = client.members()
+        client.leave_member(first, force=True)
+        assert len(wait_for(groups, "engine", Phase.RUNNING, 2).failures) == 1
+        assert [name for name, doc in client.members().items() if doc.state == "live"] != [first]
+        groups.resize("engine", 0)
+        groups.wait(timeout=60)
+    on_ray.close("outcast")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_close_ends_workers_though_ray_refuses_at_first(
+    nodes: RayNodes, runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = ray.util.remove_placement_group, list[Any]()
+
+    def refuses(room: Any) -> None:
+        if len(refused) < 3:
+            refused.append(room)
+            raise ray.exceptions.RpcError("the control service is away", rpc_code=14)
+        real(room)
+
+    with Groups("tidy", [Fleet("sleeper", Sleeper, groups=2, each={"CPU": 1, "one": 1})]) as groups:
+        pids = [until(lambda n=n: call_pid(groups, f"sleeper-{n}"), "it runs", 60) for n in (0, 1)]
+        monkeypatch.setattr("elastic_reshard.on_ray.fleet.remove_placement_group", refuses)
+    assert len(refused) == 3
+    rooms = [room for room in ray.util.placement_group_table().values() if "/tidy/" in room["name"]]
+    assert [room["state"] for room in rooms] == ["REMOVED"] * 2
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they are ended")
+
+
+def call_pid(groups: Groups, name: str) -> int | None:
+    """Of rank 0, once it is there."""
+    return call(groups, name, "pid") if groups.workers(name) else None
