@@ -18,7 +18,7 @@ import torch
 from cuda.bindings import driver
 
 from elastic_reshard.arena.boxes import CopyTable
-from elastic_reshard.arena.cuda_memory import CudaMemory, Mapping, Registration, Tables, Upload, Vmm
+from elastic_reshard.arena.cuda_memory import CudaMemory, Mapping, Registration, Tables, Upload, Vmm, registers_readonly
 from elastic_reshard.arena.cuda_streams import CudaEvent, CudaStream
 from elastic_reshard.arena.digests import pieces_of
 from elastic_reshard.arena.driver import Context, call, uuid_of
@@ -112,6 +112,11 @@ class CudaDevice:
     def maps_readonly(self) -> bool | None:
         """Whether `map(writable=False)` keeps this process from writing; None before it was tried."""
         return self._vmm.maps_readonly
+
+    @property
+    def registers_readonly(self) -> bool:
+        """Whether `host` can keep the GPU from writing; without that it reaches writable maps only."""
+        return registers_readonly(self._context)
 
     def create(self, nbytes: int, label: str) -> CudaMemory:
         """Zeroed memory owned by a descriptor, its size rounded up. Blocks some ms a GiB. ArenaError, with figures, if there

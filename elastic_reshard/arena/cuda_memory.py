@@ -24,7 +24,7 @@ from elastic_reshard.log import logger
 if TYPE_CHECKING:
     from elastic_reshard.arena.device import Device
 
-__all__ = ["CudaMemory", "Mapping", "Registration", "Tables", "Upload", "Vmm"]
+__all__ = ["CudaMemory", "Mapping", "Registration", "Tables", "Upload", "Vmm", "registers_readonly"]
 
 log = logger("arena")
 
@@ -208,6 +208,11 @@ class CudaMemory:
         self._mapping = None
 
 
+def registers_readonly(context: Context) -> bool:
+    """Whether the driver registers host memory as read-only; where it can't, asking for it is an error."""
+    return bool(context.attribute("READ_ONLY_HOST_REGISTER_SUPPORTED"))
+
+
 class Registration:
     """Host memory that the GPU reaches, as long as this is there."""
 
@@ -216,11 +221,14 @@ class Registration:
     def __init__(self, context: Context, memory: npt.NDArray[np.uint8]) -> None:
         self.memory: Final = memory
         flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
-        if not memory.flags.writeable:
+        if not memory.flags.writeable and registers_readonly(context):
             flags |= driver.CU_MEMHOSTREGISTER_READ_ONLY
         at = int(memory.ctypes.data)
         with context.current():
-            hint = f"{memory.nbytes} bytes may be more than may be page-locked here (ulimit -l), or registered twice"
+            hint = (
+                f"{memory.nbytes} bytes may be more than may be page-locked here (ulimit -l), registered twice, or mapped "
+                "read-only, which this driver may not register (MappedArena(fd, for_device=True) maps as is needed)"
+            )
             call(driver.cuMemHostRegister, at, memory.nbytes, flags, hint=hint)
         weakref.finalize(self, _unregister, os.getpid(), context, memory).atexit = False
 

@@ -102,7 +102,8 @@ class Device(Place, Protocol):
         """Memory of this process alone."""
 
     def host(self, memory: npt.NDArray[np.uint8]) -> Registered:
-        """Let the device reach host memory (page-locked: some ms a GiB where its pages are there)."""
+        """Let the device reach host memory (page-locked: some ms a GiB where its pages are there). It is mapped writable, and
+        shared, even if the array is not to be written to; ArenaError where the driver does not take it."""
 
     def prepare(self, table: CopyTable) -> None:
         """Do ahead what a table's first launch would do beside launching (checks, the upload). ArenaError if it can't be."""

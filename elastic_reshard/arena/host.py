@@ -189,18 +189,24 @@ class MappedArena:
 
     Takes the descriptor over and closes it, also when it raises. Raises ArenaError for a descriptor that is
     no memfd sealed against shrinking (a peer could end this process by SIGBUS), is empty, or cannot be
-    mapped.
+    mapped. for_device: it will be given to `Device.host`; drivers register writable maps only, so it is opened
+    anew and mapped so, and only this object's arrays are read-only.
     """
 
     _prot: ClassVar[int] = mmap.PROT_READ
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, for_device: bool = False) -> None:
         try:
-            mapped = _map_shared(fd, self._prot)
+            if for_device and not self._prot & mmap.PROT_WRITE:
+                mapped = _map_reachable(fd)
+            else:
+                mapped = _map_shared(fd, self._prot)
         finally:
             os.close(fd)
         # The array holds the map; arrays cut from it by view() hold it too.
-        self._bytes: NDArray[np.uint8] | None = np.frombuffer(mapped, dtype=np.uint8)
+        array = np.frombuffer(mapped, dtype=np.uint8)
+        array.flags.writeable = bool(self._prot & mmap.PROT_WRITE)
+        self._bytes: NDArray[np.uint8] | None = array
         self.nbytes: Final = len(mapped)
 
     @property
@@ -363,4 +369,24 @@ def _map_shared(fd: int, prot: int) -> mmap.mmap:
     raise ArenaError(
         f"descriptor {fd} from a peer is no arena: {nbytes} bytes, seals {seals:#x} (F_SEAL_SHRINK is "
         "needed); peers must send descriptors of HostArena"
+    )
+
+
+def _map_reachable(fd: int) -> mmap.mmap:
+    """Read and write, from a descriptor that may be read-only. Shared: a private map would be page-locked as a copy."""
+    try:
+        anew = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return _map_shared(anew, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(anew)
+    except OSError as error:
+        why: object = error
+    except ArenaError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        why = error.__cause__
+    raise ArenaError(
+        f"a host arena of a peer cannot be opened for writing ({why}), and a device reaches no other memory; run all members "
+        "of a host as one user, or let those whose weights a device reads join with stage='device'"
     )

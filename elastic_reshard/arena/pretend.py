@@ -267,8 +267,10 @@ class PretendDevice:
             raise ArenaError(f"{self.id} has no peer access to {maker}, on which the memory of descriptor {fd} is")
 
     def host(self, memory: npt.NDArray[np.uint8]) -> _Registered:
-        """Let the device reach host memory."""
+        """Let the device reach host memory. As strict as the strictest drivers: ArenaError for a map that is read-only."""
         at = int(memory.ctypes.data)
+        if not _mapped_writable(at):
+            raise ArenaError(f"{self.id} can't reach host memory that is mapped read-only; map it with for_device=True")
         with _lock:
             held = self._registered.get((at, memory.nbytes))
             if held is None:
@@ -362,6 +364,17 @@ class PretendDevice:
         """Its elements, copied to the host; blocks until the stream is done."""
         stream.synchronize()
         return array_at(strided).copy()
+
+
+def _mapped_writable(address: int) -> bool:
+    """Whatever numpy says of the array: the map itself."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, rights, _ = line.split(maxsplit=2)
+            low, high = (int(end, 16) for end in span.split("-"))
+            if low <= address < high:
+                return "w" in rights
+    return True
 
 
 def open_pretend(identity: str | int) -> PretendDevice:

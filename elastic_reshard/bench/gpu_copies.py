@@ -133,8 +133,8 @@ class _Bench:
         marks.append(time.perf_counter())
         names = ("create_s", "map_s", "unmap_both_s")
         found: Figures = {n: round(b - a, 5) for n, a, b in zip(names, marks[:-1], marks[1:], strict=True)}
-        readonly = getattr(self.device, "maps_readonly", None)
-        return found | {"free_bytes": self.device.free()[0], "maps_readonly": readonly}
+        found["free_bytes"] = self.device.free()[0]
+        return found | {name: getattr(self.device, name, None) for name in ("maps_readonly", "registers_readonly")}
 
     def contiguous(self) -> Figures:
         """One piece, by each way, and by the driver's and torch's own copies: the limit."""

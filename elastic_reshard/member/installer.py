@@ -208,7 +208,8 @@ class Installer:
         except BaseException:
             os.close(held.fd)
             raise
-        mapped = MappedArena(held.fd)
+        reached = device is not None and memory is None
+        mapped = MappedArena(held.fd, for_device=reached)
         if device is not None and memory is None:
             self._registered[arena] = device.host(mapped.bytes)
         return mapped, held.table, arena, memory

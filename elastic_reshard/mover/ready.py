@@ -125,6 +125,7 @@ class Shelf:
                     f"the mover of {self.member} does not use GPU {identity} under CUDA MPS ({found}): {WHY}"
                 )
         self.device = device_named(identity)
+        self._forget(set())  # mapped for no device
 
     def _device_of(self, task: Task) -> str:
         """Where the member's own arenas lie, by their tables: a watchdog that came after the member's end knows no statement of
@@ -152,7 +153,7 @@ class Shelf:
         if arena not in self._readers:
             told = _given(arena, given)
             memory = self._memory(given, arena)
-            mapped = MappedArena(given.pop(arena).fd)
+            mapped = MappedArena(given.pop(arena).fd, for_device=self.device is not None and memory is None)
             self._readers[arena] = SlotReader(mapped, told.table.encode(), arena, memory)
             if memory is None:
                 self._maps[arena] = mapped

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_reshard.arena import HostArena
+from elastic_reshard.arena import HostArena, MappedArena
 from elastic_reshard.arena.boxes import CopyTable, host_strided
 from elastic_reshard.arena.device import Device, How
 from elastic_reshard.arena.devices import device_of, open_device, strided_of
@@ -168,6 +168,24 @@ def test_registered_host_memory_takes_part(device: Device, how: How) -> None:
     gc.collect()
     with pytest.raises(ArenaError, match="not registered"):
         device.copy(tables[0], stream, how)
+
+
+@pytest.mark.parametrize("how", ["kernel", "engine"])
+def test_a_peers_host_arena_takes_part_and_what_the_peer_writes_later_too(device: Device, how: How) -> None:
+    """What an engine or a mover on a device does with a trainer whose stage is "host"."""
+    arena = HostArena(1 << 20)
+    mine = arena.bytes[: 4 * 4096].view(np.uint32)
+    theirs = MappedArena(arena.readonly_fd(), for_device=True)
+    registered = device.host(theirs.bytes)
+    there, stream = on_device(device, np.zeros_like(mine)), device.stream()
+    table = CopyTable.of([(there, host_strided(theirs.view(0, (4096,), (4,), 4)))])
+    for version in (1, 2):
+        mine[:] = numbers(4096, 4) + version
+        device.copy(table, stream, how)
+        assert np.array_equal(device.read(there, stream), numbers(4096, 4) + version)
+    with pytest.raises(ValueError, match="read-only"):
+        theirs.bytes[0] = 1
+    registered.close()
 
 
 def test_streams_keep_their_order_and_wait_for_each_other(device: Device) -> None:

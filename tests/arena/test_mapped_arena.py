@@ -105,3 +105,30 @@ def test_unsealed_and_foreign_descriptors_are_refused_and_closed(tmp_path: Path)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
     os.close(writer)
+
+
+def test_an_arena_mapped_for_a_device_is_the_same_memory_in_read_only_arrays() -> None:
+    """The map itself is writable, as drivers want it; nothing here writes."""
+    before, arena = memfds(), HostArena(4096)
+    mapped = MappedArena(arena.readonly_fd(), for_device=True)
+    arena.bytes[:] = 7
+    cut = mapped.view(8, (4,), (8,), 8)
+    assert (int(mapped.bytes[4095]), int(cut[0])) == (7, 0x0707070707070707)
+    for array in (mapped.bytes, cut):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+    del arena, mapped, cut, array
+    assert memfds() == before
+
+
+def test_an_arena_that_may_not_be_written_to_is_no_memory_for_a_device() -> None:
+    fd = os.memfd_create("elastic_reshard:sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_WRITE)
+    kept = os.dup(fd)
+    assert MappedArena(os.open(f"/proc/self/fd/{kept}", os.O_RDONLY)).nbytes == 4096
+    with pytest.raises(ArenaError, match="stage='device'"):
+        MappedArena(fd, for_device=True)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    os.close(kept)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from elastic_reshard.arena.copies import raw
+from elastic_reshard.arena.pretend import open_pretend
 from elastic_reshard.errors import ArenaError, GroupBroken, NothingInstallable
 from elastic_reshard.layout import ModelLayout
 from elastic_reshard.member.installer import Installer
@@ -144,6 +145,15 @@ def test_near_sources_and_landed_cells_make_one_version(engine: Engine) -> None:
     assert set(engine.installer._landing) == {engine.mine.arena.arena_id, engine.other.arena.arena_id}
     assert 0 < len(engine.far) < len(engine.mine.own)
     assert engine.installer.rehearse()() == result["nbytes"]
+
+
+def test_an_engine_on_a_device_maps_host_arenas_so_that_the_device_reaches_them(engine: Engine) -> None:
+    puller = engine.installer._puller
+    puller.device = device = open_pretend(0)
+    reader = engine.installer._reader("t0", time.monotonic() + 10)
+    memory = engine.installer._registered["t0"]
+    assert device._hosts.keepers([(memory.address, memory.address + memory.nbytes)])
+    assert not reader._arena.bytes.flags.writeable
 
 
 def test_with_all_sources_near_landing_slots_are_not_looked_at(engine: Engine) -> None:

@@ -75,7 +75,7 @@ def mapped(arena: SlotArena, own: Device | None) -> SlotReader:
     """As another process would map it."""
     fd, *memory = (os.dup(fd) for fd in arena.fds)
     second = map_memory(arena.table(), memory[0] if memory else -1, own)
-    return SlotReader(MappedArena(fd), arena.table(), arena.arena_id, second)
+    return SlotReader(MappedArena(fd, for_device=second is None), arena.table(), arena.arena_id, second)
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["device arena", "host arena"])

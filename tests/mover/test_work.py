@@ -116,6 +116,24 @@ def test_a_bound_part_keeps_its_staging_where_the_device_reaches_it() -> None:
     world.close()
 
 
+def test_a_device_that_comes_with_a_later_task_reaches_what_was_mapped_before() -> None:
+    """Until then host arenas are mapped read-only, which drivers do not register."""
+    world, device = small(), open_pretend(0)
+    member = world.members[0]  # a source
+    shelf = Shelf(member)
+    documents = world.documents()
+    shelf.ready(world.parcel(member, *documents).open())
+    before = set(shelf._maps)
+    assert before
+    assert shelf.device is None
+    task = world.parcel(member, *documents).open()
+    on_device = replace(task, device="pretend:0", transfer=task.transfer.model_copy(update={"network": "pretend"}))
+    shelf.ready(on_device)
+    assert shelf.device is device
+    assert set(shelf._registered) == set(shelf._maps) == before
+    world.close()
+
+
 def test_the_device_of_a_member_without_a_statement_is_told_by_its_arena() -> None:
     world = small()
     task = world.parcel(world.members[2], *world.documents()).open()
