@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from elastic_reshard.bench.gpu_setup import GpuSetup
 from elastic_reshard.bench.guarded import print_result, until_told
-from elastic_reshard.errors import ProtocolError
+from elastic_reshard.errors import ProtocolError, ReshardError
 from elastic_reshard.protocol.mps import mps_running
 
 __all__ = ["SECTIONS", "run"]
@@ -85,17 +85,31 @@ def _environment(setup: GpuSetup) -> dict[str, Any]:
         free, total = torch.cuda.mem_get_info()
         found |= {"free": free, "total": total, "cuda": torch.version.cuda}
         found["driver"] = _driver()
+        found["registers host memory read-only"] = _registers_readonly()
     return found
 
 
 def _driver() -> str:
     try:
         import pynvml
-
+    except ImportError:
+        return "unknown: no pynvml"
+    try:
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
-    except (ImportError, RuntimeError, OSError):
-        return "unknown: no pynvml"
+    except (pynvml.NVMLError, RuntimeError, OSError) as error:
+        return f"unknown: {error}"
+
+
+def _registers_readonly() -> Any:
+    from elastic_reshard.bench.gpu_pulls import device_at
+    from elastic_reshard.bench.gpu_rank import Place
+
+    try:
+        device = device_at(Place("cuda", 0))
+    except (ReshardError, RuntimeError) as error:
+        return f"unknown: {error}"
+    return getattr(device, "registers_readonly", None)
 
 
 def _limits(setup: GpuSetup) -> dict[str, Any]:

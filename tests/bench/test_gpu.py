@@ -7,12 +7,13 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_reshard.bench import gpu_pulls, gpu_values, gpu_ways, guarded, values
+from elastic_reshard.bench import gpu_part, gpu_pulls, gpu_values, gpu_ways, guarded, values
 from elastic_reshard.bench.census import started_with
 from elastic_reshard.bench.gpu import SECTIONS, failed, figures, measure_gpu, right, setup_here
 from elastic_reshard.bench.gpu_setup import GpuSetup, many_small, model_layouts
@@ -103,6 +104,19 @@ def test_a_run_reports_what_it_was_asked_for_and_what_it_could_not_do() -> None:
     assert found["right"]
     assert {row["kept"] for row in found["figures"]} == {None}
     json.dumps(found)
+
+
+def test_a_driver_that_does_not_answer_costs_one_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NVMLError(Exception):
+        """As in pynvml: of no other kind."""
+
+    def fails() -> None:
+        raise NVMLError("driver not loaded")
+
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(NVMLError=NVMLError, nvmlInit=fails))
+    assert gpu_part._driver() == "unknown: driver not loaded"
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_part._driver() == "unknown: no pynvml"
 
 
 def test_what_is_begun_without_time_left_is_said_to_be_so() -> None:
