@@ -26,7 +26,8 @@ from elastic_reshard.arena.device import Device, DeviceMemory, How, Stream
 from elastic_reshard.arena.devices import open_device
 from elastic_reshard.arena.digests import digest_on_host
 from elastic_reshard.arena.strided import Strided
-from elastic_reshard.errors import ArenaError, ReshardError
+from elastic_reshard.bench.gpu_ways import FAILURES, failure
+from elastic_reshard.errors import ArenaError
 
 __all__ = ["measure_copies"]
 
@@ -37,9 +38,9 @@ _ONE_TRY: Final = 0.03  # seconds: a launch is repeated until a try takes about 
 Figures = dict[str, Any]
 
 
-def measure_copies(device: Device, gib: float = 2.0) -> Figures:
-    """All figures of a device, JSON-ready. gib: GiB of device memory that are used, half of them source, half target. Blocks
-    up to a minute; call it while nothing else uses the device."""
+def measure_copies(device: Device, gib: float = 2.0, tell: Callable[[Figures], None] = lambda _: None) -> Figures:
+    """All figures of a device, JSON-ready. gib: GiB of device memory that are used, half of them source, half target. tell:
+    called with what there is after each step. Blocks up to a minute; call it while nothing else uses the device."""
     bench = _Bench(device, int(gib * (1 << 29)) // (1 << 20) * (1 << 20))
     found: Figures = {"device": device.id, "kind": device.kind, "bytes": bench.nbytes}
     steps: dict[str, Callable[[], Figures]] = {
@@ -55,8 +56,9 @@ def measure_copies(device: Device, gib: float = 2.0) -> Figures:
         begun = time.monotonic()
         try:
             found[name] = step()
-        except (ReshardError, RuntimeError) as error:  # torch's are RuntimeErrors
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
+        except FAILURES as error:
+            found[name] = failure(error)
+        tell(found)
         print(f"{name}: {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
     return found
 

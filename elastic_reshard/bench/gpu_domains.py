@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 from elastic_reshard.bench import gpu_rank as at_device
 from elastic_reshard.bench import rank as on
 from elastic_reshard.bench import recovery_faults as faults
-from elastic_reshard.bench.gpu_setup import GpuSetup, model_layouts
+from elastic_reshard.bench.gpu_setup import GpuSetup, layers_of, model_layouts
 from elastic_reshard.bench.gpu_stage import DeviceStage
-from elastic_reshard.bench.gpu_ways import run_ways
+from elastic_reshard.bench.gpu_ways import Tell, Way, run_ways
 from elastic_reshard.bench.guarded import print_result
 from elastic_reshard.bench.play import Play, distinct
 from elastic_reshard.bench.stage import within
@@ -47,44 +47,51 @@ def network_of(stage: DeviceStage) -> str:
 
 
 def measure(setup: GpuSetup) -> dict[str, Any]:
-    """Refits without a fault: a model over the devices' network, where each rank has a device of its own; and some of it, over
-    that network and, from the same arenas, over gloo."""
+    """Refits without a fault: some of a model over the devices' network and, from the same arenas, over gloo; and, where each
+    rank has a device of its own, a whole one over the devices' network, which takes longest."""
     small, told = _small(setup)
     found: dict[str, Any] = {"small": told}
-    ways = {network: partial(_refits, setup, small, network) for network in (setup.network, "gloo")}
+    warm, counted = 2, setup.repeats(4)
+    ways: dict[str, Way] = {
+        network: partial(_refits, setup, small, {}, network, warm, counted) for network in (setup.network, "gloo")
+    }
     if setup.gpus > 1:
         model, found["model"] = model_layouts(setup)
-        ways = {f"the model over {setup.network}": partial(_refits, setup, model, setup.network), **ways}
+        of = {"of": layers_of(found["model"])}
+        ways[f"the model over {setup.network}"] = partial(_refits, setup, model, of, setup.network, 1, setup.repeats(2))
     return run_ways(setup.seconds, ways, found)
 
 
-def _refits(setup: GpuSetup, layouts: Layouts, network: str) -> dict[str, Any]:
+def _refits(
+    setup: GpuSetup, layouts: Layouts, of: Mapping[str, str], network: str, warm: int, counted: int, tell: Tell
+) -> dict[str, Any]:
     with DeviceStage(setup.kit(window="anytime", network=network)) as stage:
         play = _play(setup, stage, layouts)
-        for _ in range(2):
-            play.refit()
+        cold = [round(play.refit().everywhere, 3) for _ in range(warm)]
+        needed = {host: distinct(play.engines[0].layout, [n]) for n, host in enumerate(play.engines[0].hosts)}
+        found: dict[str, Any] = {
+            **of, "went over": network_of(stage), "needed": needed, "cold everywhere s": cold, "wrong": play.wrong,
+        }  # fmt: skip
+        tell(found)
         rows = []
-        for _ in range(setup.repeats(4)):
+        for _ in range(counted):
             for engine in play.engines:
                 engine.do(on.poison)
             played = play.refit()
             rows.append({"everywhere": played.everywhere, "publish": played.returned - played.begun,
                          "install": played.pause, **play.stretches()})  # fmt: skip
+            moving = statistics.median(r["transfer"] for r in rows)
+            found |= {f"{key} s": round(statistics.median(r[key] for r in rows), 4) for key in rows[0]}
+            found |= {"GB/s into all hosts": round(sum(needed.values()) / moving / 1e9, 2), "repeats": len(rows)}
+            tell(found)
         play.idle()
         publication = play.publication().id
-        landed = {
+        found["landed"] = {
             host: sum(said.received for said in doc.movers.values() if said.transfer.startswith(f"{publication}:"))
             for host, doc in stage.client.hosts().items()
         }
-        needed = {host: distinct(play.engines[0].layout, [n]) for n, host in enumerate(play.engines[0].hosts)}
-        memory = play.engines[0][0].do(at_device.device_memory)
-        used = network_of(stage)
-        moving = statistics.median(r["transfer"] for r in rows)
-        found: dict[str, Any] = {
-            "went over": used, **{f"{key} s": round(statistics.median(r[key] for r in rows), 4) for key in rows[0]},
-            "GB/s into all hosts": round(sum(needed.values()) / moving / 1e9, 2), "landed": landed, "needed": needed,
-            "memory of an engine rank": memory, "wrong": list(play.wrong),
-        }  # fmt: skip
+        found["memory of an engine rank"] = play.engines[0][0].do(at_device.device_memory)
+        found["went over"] = network_of(stage)
     return found | {"left": stage.left}
 
 
@@ -101,10 +108,10 @@ def recover(setup: GpuSetup) -> dict[str, Any]:
             whole = _whole(play)
         found |= {"went over": network_of(stage), "a transfer without a fault s": round(whole, 3)}
         print_result(found)
-        ways: dict[str, Callable[[], Any]] = {
-            "a sending mover": lambda: faults.mover_killed(play, "sending", play.trainer, whole, 2).to_data(),
-            "a receiving mover": lambda: faults.mover_killed(play, "receiving", play.engines[0], whole, 2).to_data(),
-            "the supervisor": lambda: faults.supervisor_killed(stage, play).to_data(),
+        ways: dict[str, Way] = {
+            "a sending mover": lambda _: faults.mover_killed(play, "sending", play.trainer, whole, 2).to_data(),
+            "a receiving mover": lambda _: faults.mover_killed(play, "receiving", play.engines[0], whole, 2).to_data(),
+            "the supervisor": lambda _: faults.supervisor_killed(stage, play).to_data(),
         }
         run_ways(setup.seconds - (time.monotonic() - begun), ways, found)
         with within(10.0):

@@ -14,7 +14,7 @@ from elastic_reshard.bench import gpu_nccl as bare
 from elastic_reshard.bench import gpu_values
 from elastic_reshard.bench.gpu_nccl import here, settle
 from elastic_reshard.bench.gpu_setup import GpuSetup, model_layouts
-from elastic_reshard.bench.gpu_ways import run_ways
+from elastic_reshard.bench.gpu_ways import Tell, Way, run_ways
 from elastic_reshard.bench.rank import State
 from elastic_reshard.bench.synthetic import Layouts
 from elastic_reshard.errors import ReshardError
@@ -50,28 +50,29 @@ def measure(setup: GpuSetup) -> dict[str, Any]:
         "model": told, "ranks": size, "fit M2N": len(part.calls), "do not fit": len(part.reasons),
         "reasons": sorted(set(part.reasons.values())),
     }  # fmt: skip
-    ways: dict[str, Callable[[bare.Ranks], dict[str, Any]]] = {
-        "m2n call by call": lambda ranks: _m2n(ranks, setup, layouts, grouped=False, blocking=True),
-        "gather and broadcast": lambda ranks: _gathered(ranks, setup, layouts),
-        "m2n on a nonblocking communicator": lambda ranks: _m2n(ranks, setup, layouts, grouped=False, blocking=False),
+    ways: dict[str, Callable[[bare.Ranks, Tell], dict[str, Any]]] = {
+        "m2n call by call": lambda ranks, tell: _m2n(ranks, setup, layouts, tell, grouped=False, blocking=True),
+        "gather and broadcast": lambda ranks, tell: _gathered(ranks, setup, layouts, tell),
+        "m2n on a nonblocking communicator":
+        lambda ranks, tell: _m2n(ranks, setup, layouts, tell, grouped=False, blocking=False),
         "shrink and grow": _changed,
-        "m2n grouped": lambda ranks: _grouped(ranks, setup, layouts),
-    }
+        "m2n grouped": lambda ranks, tell: _grouped(ranks, setup, layouts, tell),
+    }  # fmt: skip
     return run_ways(setup.seconds, {name: _in_ranks(run, size, setup.gpus) for name, run in ways.items()}, found)
 
 
-def _in_ranks(run: Callable[[bare.Ranks], dict[str, Any]], size: int, gpus: int) -> Callable[[], dict[str, Any]]:
-    def in_ranks() -> dict[str, Any]:
+def _in_ranks(run: Callable[[bare.Ranks, Tell], dict[str, Any]], size: int, gpus: int) -> Way:
+    def in_ranks(tell: Tell) -> dict[str, Any]:
         with bare.Ranks(size, gpus) as ranks:
-            return run(ranks)
+            return run(ranks, tell)
 
     return in_ranks
 
 
-def _grouped(ranks: bare.Ranks, setup: GpuSetup, layouts: Layouts) -> dict[str, Any]:
+def _grouped(ranks: bare.Ranks, setup: GpuSetup, layouts: Layouts, tell: Tell) -> dict[str, Any]:
     """Known to fail on long lists: then that is what was found."""
     try:
-        return _m2n(ranks, setup, layouts, grouped=True, blocking=True)
+        return _m2n(ranks, setup, layouts, tell, grouped=True, blocking=True)
     except ReshardError as error:
         return {"fails": str(error)[-1500:]}
 
@@ -220,24 +221,34 @@ def grow(state: State, size: int, rank: int | None, unique: bytes | None, shared
 # -- the parent's side
 
 
-def _m2n(ranks: bare.Ranks, setup: GpuSetup, layouts: Layouts, *, grouped: bool, blocking: bool) -> dict[str, Any]:
+def _m2n(
+    ranks: bare.Ranks, setup: GpuSetup, layouts: Layouts, tell: Tell, *, grouped: bool, blocking: bool
+) -> dict[str, Any]:
     formed = ranks.form(blocking=blocking)
     part, half = _part(layouts, setup.half), setup.half
-    held = ranks.do(hold, layouts, half, limit=_LIMIT)
+    received = sum(ranks.do(hold, layouts, half, limit=_LIMIT)[half:])
     names = frozenset(call.name for call in part.calls)
     barrier = max(ranks.do(bare.barrier_ms, 20))
     first = max(ranks.do(reshard_all, part, grouped, limit=_LIMIT))
-    ranks.do(reset, half)
-    took = sorted(max(ranks.do(reshard_all, part, grouped, limit=_LIMIT)) for _ in range(setup.repeats(7)))
-    bad = _bad(ranks, layouts, half, names)
-    median = took[len(took) // 2]
-    net = max(1e-6, median - barrier / 1e3)
-    received = sum(held[half:])
-    return {
+    found: dict[str, Any] = {
         "formed s": round(formed, 3), "barrier ms": round(barrier, 2), "first ms": round(1e3 * first, 1),
-        "with barrier ms": round(1e3 * median, 2), "net ms": round(1e3 * net, 2), "GB": round(received / 1e9, 3),
-        "net GB/s": round(received / net / 1e9, 1), "wrong": bad, "ended s": round(max(ranks.do(finish)), 3),
+        "GB": round(received / 1e9, 3),
     }  # fmt: skip
+    tell(found)
+    ranks.do(reset, half)
+    took: list[float] = []
+    for _ in range(setup.repeats(7)):
+        took.append(max(ranks.do(reshard_all, part, grouped, limit=_LIMIT)))
+        median = sorted(took)[len(took) // 2]
+        net = max(1e-6, median - barrier / 1e3)
+        found |= {
+            "with barrier ms": round(1e3 * median, 2), "net ms": round(1e3 * net, 2),
+            "net GB/s": round(received / net / 1e9, 1), "repeats": len(took),
+        }  # fmt: skip
+        tell(found)
+    found["wrong"] = _bad(ranks, layouts, half, names)
+    tell(found)
+    return found | {"ended s": round(max(ranks.do(finish)), 3)}
 
 
 def _bad(ranks: bare.Ranks, layouts: Layouts, half: int, names: frozenset[str]) -> list[str]:
@@ -245,7 +256,7 @@ def _bad(ranks: bare.Ranks, layouts: Layouts, half: int, names: frozenset[str]) 
     return [f"rank {rank}: {name}" for rank, unlike in enumerate(found) for name in unlike[:3]]
 
 
-def _gathered(ranks: bare.Ranks, setup: GpuSetup, layouts: Layouts) -> dict[str, Any]:
+def _gathered(ranks: bare.Ranks, setup: GpuSetup, layouts: Layouts, tell: Tell) -> dict[str, Any]:
     ranks.form()
     half = setup.half
     ranks.do(hold, layouts, half, limit=_LIMIT)
@@ -258,17 +269,20 @@ def _gathered(ranks: bare.Ranks, setup: GpuSetup, layouts: Layouts) -> dict[str,
     barrier = max(ranks.do(bare.barrier_ms, 20))
     ranks.do(gather_and_broadcast, layouts, half, names, limit=_LIMIT)
     ranks.do(reset, half)
-    took = sorted(max(ranks.do(gather_and_broadcast, layouts, half, names, limit=_LIMIT)) for _ in range(3))
-    bad = _bad(ranks, layouts, half, frozenset(names))
-    net = max(1e-6, took[1] - barrier / 1e3)
-    return {
-        "tensors": len(names), "GB": round(nbytes / 1e9, 3), "net ms": round(1e3 * net, 1),
-        "net GB/s of the model": round(nbytes / net / 1e9, 2),
-        "whole model ms, scaled": round(1e3 * net * layouts.nbytes / max(1, nbytes), 1), "wrong": bad,
-    }  # fmt: skip
+    found: dict[str, Any] = {"tensors": len(names), "GB": round(nbytes / 1e9, 3)}
+    took: list[float] = []
+    for _ in range(3):
+        took.append(max(ranks.do(gather_and_broadcast, layouts, half, names, limit=_LIMIT)))
+        net = max(1e-6, sorted(took)[len(took) // 2] - barrier / 1e3)
+        found |= {
+            "net ms": round(1e3 * net, 1), "net GB/s of the model": round(nbytes / net / 1e9, 2),
+            "whole model ms, scaled": round(1e3 * net * layouts.nbytes / max(1, nbytes), 1), "repeats": len(took),
+        }  # fmt: skip
+        tell(found)
+    return found | {"wrong": _bad(ranks, layouts, half, frozenset(names))}
 
 
-def _changed(ranks: bare.Ranks) -> dict[str, Any]:
+def _changed(ranks: bare.Ranks, _: Tell) -> dict[str, Any]:
     """The last rank leaves; a fresh process takes its place."""
     ranks.form()
     last, rest = ranks.size - 1, list(range(ranks.size - 1))

@@ -116,7 +116,8 @@ def _limits(setup: GpuSetup) -> dict[str, Any]:
     from elastic_reshard.bench import gpu_copies, gpu_pulls
     from elastic_reshard.bench.gpu_rank import Place
 
-    return gpu_copies.measure_copies(gpu_pulls.device_at(Place(setup.device, 0)), max(0.2, 2.0 * setup.scale))
+    device = gpu_pulls.device_at(Place(setup.device, 0))
+    return gpu_copies.measure_copies(device, max(0.2, 2.0 * setup.scale), print_result)
 
 
 def main() -> None:

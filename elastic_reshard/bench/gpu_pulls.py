@@ -18,7 +18,7 @@ from elastic_reshard.arena.strided import Strided, contiguous_strides
 from elastic_reshard.bench import gpu_values
 from elastic_reshard.bench.gpu_rank import Place, empty
 from elastic_reshard.bench.gpu_setup import GpuSetup, many_small, model_layouts
-from elastic_reshard.bench.gpu_ways import FAILURES, failure, run_ways
+from elastic_reshard.bench.gpu_ways import FAILURES, Tell, Way, failure, run_ways
 from elastic_reshard.bench.synthetic import Layouts
 from elastic_reshard.errors import ReshardError
 from elastic_reshard.layout import Box, ModelLayout
@@ -38,10 +38,10 @@ def measure(setup: GpuSetup) -> dict[str, Any]:
     layouts, told = model_layouts(setup)
     found: dict[str, Any] = {"model": told, "of rank": 0}
     small = many_small(setup)
-    ways = {
-        "full list": lambda: _pulls(setup, device, place, layouts),
-        "many small": lambda: _pulls(setup, device, place, small) | {"tensors": len(small.destination)},
-        "register host": lambda: _register(device, setup.nbytes(2 << 30)),
+    ways: dict[str, Way] = {
+        "full list": lambda tell: _pulls(setup, device, place, layouts, tell),
+        "many small": lambda tell: _pulls(setup, device, place, small, tell) | {"tensors": len(small.destination)},
+        "register host": lambda _: _register(device, setup.nbytes(2 << 30)),
     }
     return run_ways(setup.seconds, ways, found)
 
@@ -101,7 +101,7 @@ def _at(box: Box, outer: Box, local: tuple[int, ...]) -> tuple[slice, ...]:
     )
 
 
-def _pulls(setup: GpuSetup, device: Device, place: Place, layouts: Layouts) -> dict[str, Any]:
+def _pulls(setup: GpuSetup, device: Device, place: Place, layouts: Layouts, tell: Tell) -> dict[str, Any]:
     sources = _Sources(device, layouts.source)
     shapes = {n: (t.local_shape(0), t.dtype) for n, t in layouts.destination.items()}
     targets = {n: empty(place, s, torch_dtype(d)) for n, (s, d) in shapes.items() if s is not None}
@@ -141,6 +141,7 @@ def _pulls(setup: GpuSetup, device: Device, place: Place, layouts: Layouts) -> d
             seconds = _best(run, repeats, setup.device)
             rate, share = round(nbytes / seconds / 1e9, 1), round(limit / seconds, 3)
             found[name] = {"ms": round(1e3 * seconds, 3), "GB/s": rate, "share": share}
+        tell(found)
     with _reported(found, "digest"):
         found["digest of all"] = _digests(device, targets, repeats)
     sources.memory.close()

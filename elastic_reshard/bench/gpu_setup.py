@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from elastic_reshard.bench.gpu_stage import Kit
 from elastic_reshard.bench.synthetic import Layouts
 from elastic_reshard.layout import Mesh, ModelLayout, Replicate, Shard, TensorLayout, catalog
 
-__all__ = ["GpuSetup", "many_small", "model_layouts"]
+__all__ = ["GpuSetup", "layers_of", "many_small", "model_layouts"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ def model_layouts(setup: GpuSetup, *, fits: float = 0.85) -> tuple[Layouts, dict
         "GB": round(want.nbytes / 1e9, 3), "source": source, "destination": destination, "members on one device": on_one,
     }  # fmt: skip
     return Layouts(have, want, catalog.layout(spec, b, first_rank=half)), told
+
+
+def layers_of(told: Mapping[str, Any]) -> str:
+    """Of what a figure is, beside it: the whole model, or as many of its layers as fit."""
+    return f"{told['layers']} of {told['of layers']} layers of {told['model']}"
 
 
 def many_small(setup: GpuSetup, count: int = 4000) -> Layouts:

@@ -11,7 +11,11 @@ from elastic_reshard.bench.guarded import print_result
 from elastic_reshard.bench.stage import within
 from elastic_reshard.errors import ReshardError
 
-__all__ = ["FAILURES", "failure", "run_ways"]
+__all__ = ["FAILURES", "Tell", "Way", "failure", "run_ways"]
+
+# Called by a measurement with all that it has so far, JSON-ready: kept if it is cut, or fails.
+Tell = Callable[[Mapping[str, Any]], None]
+Way = Callable[[Tell], Any]
 
 # What a measurement may fail with, and the next one goes on: torch's and CUDA's are RuntimeErrors, pydantic's ValueErrors.
 FAILURES: Final = (
@@ -27,9 +31,18 @@ def failure(error: BaseException) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}"[-1500:]}
 
 
-def run_ways(seconds: float, ways: Mapping[str, Callable[[], Any]], found: dict[str, Any]) -> dict[str, Any]:
+def run_ways(seconds: float, ways: Mapping[str, Way], found: dict[str, Any]) -> dict[str, Any]:
     """Run all, in order, in so many seconds and what ending takes; results under their names in `found`, which is returned, and
-    printed after each: a part that is ended from outside has told what it had."""
+    printed after each and whenever one tells something: a part that is ended from outside has told what it had. One that fails
+    has what it had told, and its error."""
+
+    def telling(name: str) -> Tell:
+        def tell(so_far: Mapping[str, Any]) -> None:
+            found[name] = dict(so_far)
+            print_result(found)
+
+        return tell
+
     # By then what is ended early has ended, too.
     end = time.monotonic() + seconds - min(_ENDING, seconds / 4)
     for number, (name, run) in enumerate(ways.items()):
@@ -40,9 +53,9 @@ def run_ways(seconds: float, ways: Mapping[str, Callable[[], Any]], found: dict[
         begun = time.monotonic()
         try:
             with within(min(left, _SHARE * left / (len(ways) - number))):
-                found[name] = run()
+                found[name] = run(telling(name))
         except FAILURES as error:
-            found[name] = failure(error)
+            found[name] = {**found.get(name, {}), **failure(error)}
         if isinstance(found[name], dict):
             found[name]["took s"] = round(time.monotonic() - begun, 1)
         print_result(found)

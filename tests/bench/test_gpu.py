@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_reshard.bench import gpu_part, gpu_pulls, gpu_values, gpu_ways, guarded, values
+from elastic_reshard.bench import gpu_model, gpu_part, gpu_pulls, gpu_values, gpu_ways, guarded, values
 from elastic_reshard.bench.census import started_with
 from elastic_reshard.bench.gpu import SECTIONS, failed, figures, measure_gpu, right, setup_here
 from elastic_reshard.bench.gpu_setup import GpuSetup, many_small, model_layouts
-from elastic_reshard.bench.gpu_ways import run_ways
+from elastic_reshard.bench.gpu_ways import Tell, run_ways
+from elastic_reshard.bench.play import Play
 from elastic_reshard.bench.stage import until
-from elastic_reshard.errors import CatalogError, LayoutError
+from elastic_reshard.errors import CatalogError, LayoutError, TransferTimeout
 from elastic_reshard.layout import Mesh, ModelLayout, Replicate, Shard, TensorLayout
 
 TINY = GpuSetup("tiny", "pretend", 0, scale=0.01)
@@ -142,22 +143,62 @@ time.sleep(600)
 def test_a_way_that_fails_or_hangs_does_not_cost_the_others(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def hangs() -> dict[str, Any]:
+    def hangs(_: Any) -> dict[str, Any]:
         until(lambda: False, "nothing")
         return {}
 
-    def crashes() -> dict[str, Any]:
+    def crashes(_: Any) -> dict[str, Any]:
         return {"ms": {}[1]}
 
     monkeypatch.setattr(gpu_ways, "_LEAST", 0.1)
     begun = time.monotonic()
-    found = run_ways(2.0, {"hangs": hangs, "crashes": crashes, "right": lambda: {"ms": 1.0}}, {})
+    found = run_ways(2.0, {"hangs": hangs, "crashes": crashes, "right": lambda _: {"ms": 1.0}}, {})
     assert 0.5 < time.monotonic() - begun < 2.0
     assert "TransferTimeout: waited" in found["hangs"]["error"]
     assert "KeyError" in found["crashes"]["error"]
     assert found["right"]["ms"] == 1.0
     assert [len(json.loads(line)) for line in capfd.readouterr().out.splitlines()] == [1, 2, 3], "each is told at once"
     assert failed({"share": found, "rows": [{"error": "x"}]}) == ["share/hangs", "share/crashes", "rows/0"]
+
+
+def test_what_a_way_had_told_is_kept_when_it_is_cut(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hangs(tell: Tell) -> dict[str, Any]:
+        rows: list[int] = []
+        for n in range(2):
+            rows.append(n)
+            tell({"rows": rows, "wrong": ["w"] * n})
+        until(lambda: False, "the third")
+        return {}
+
+    monkeypatch.setattr(gpu_ways, "_LEAST", 0.1)
+    found = run_ways(0.5, {"hangs": hangs}, {"before": 1})
+    assert found["hangs"]["rows"] == [0, 1]
+    assert "waited" in found["hangs"]["error"]
+    assert not right(found), "what was found wrong stays found"
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [line["hangs"]["rows"] for line in lines] == [[0], [0, 1], [0, 1]], "told when it was known"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_refits_tell_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refit that fails in the middle of many costs none of those before."""
+    refit, played = Play.refit, []
+
+    def third_fails(play: Play) -> Any:
+        played.append(play.version)
+        if len(played) > 4:
+            raise TransferTimeout("cut")
+        return refit(play)
+
+    monkeypatch.setattr(Play, "refit", third_fails)
+    found = run_ways(60.0, {"model": lambda tell: gpu_model._refits(TINY, many_small(TINY), 7, tell)}, {})["model"]
+    assert found["error"] == "TransferTimeout: cut"
+    assert found["repeats"] == 2
+    assert min(found["publish ms"], found["install ms"], found["cold install ms"]) > 0
+    assert found["wrong"] == []
 
 
 def test_wrong_bytes_anywhere_make_a_run_wrong() -> None:
