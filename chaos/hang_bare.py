@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_reshard.bench import gpu_nccl as on
+from elastic_reshard.bench.gpu_ways import FAILURES, failure
 from elastic_reshard.bench.stage import Call
-from elastic_reshard.errors import ReshardError
 
 __all__ = ["Case", "cases", "play"]
 
@@ -43,7 +43,8 @@ def cases() -> list[Case]:
 
 
 def play(size: int, gpus: int, limit: float) -> Iterator[dict[str, Any]]:
-    """Each case in processes of its own; what was seen, one after the other. limit: seconds that survivors are given."""
+    """Each case in processes of its own; what was seen, or how it failed, one after the other. limit: seconds that survivors
+    are given."""
     todo = cases()
     waiting = on.Ranks(size, gpus).__enter__()  # imports take seconds: the next processes import meanwhile
     for number, case in enumerate(todo):
@@ -52,8 +53,8 @@ def play(size: int, gpus: int, limit: float) -> Iterator[dict[str, Any]]:
             waiting = on.Ranks(size, gpus).__enter__()
         try:
             found = _case(ranks, case, limit)
-        except ReshardError as error:
-            found = {"error": str(error)[-1500:]}
+        except FAILURES as error:
+            found = failure(error)
         ended = time.monotonic()
         ranks.__exit__(None, None, None)
         yield {

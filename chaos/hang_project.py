@@ -6,16 +6,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 from elastic_reshard.bench import gpu_rank as at_device
 from elastic_reshard.bench import rank as on
 from elastic_reshard.bench.gpu_stage import DeviceStage, Kit
+from elastic_reshard.bench.gpu_ways import FAILURES, failure
 from elastic_reshard.bench.play import Play, Shot
-from elastic_reshard.bench.stage import Actor
+from elastic_reshard.bench.stage import within
 from elastic_reshard.bench.synthetic import transformer
-from elastic_reshard.errors import ReshardError
 from elastic_reshard.mover.status import Glance
 from elastic_reshard.protocol.docs import TransferDoc
 
@@ -24,30 +26,64 @@ __all__ = ["AFTER_DETECTION", "play"]
 TRAINERS, ENGINES = ("a", "b"), (("c", "d"),)
 AFTER_DETECTION = 2.0  # seconds, wanted
 _TRIES = 8
+_SETTING_UP, _ROW = 60.0, 45.0  # seconds that each may take
+Row: TypeAlias = Callable[[DeviceStage, Play], dict[str, Any]]
 
 
-def play(kit: Kit, nbytes: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Everything over one network; rows, each with whether it was right and in time. Blocks for a minute or so."""
+def play(kit: Kit, nbytes: int, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Everything over one network; rows, each with whether it was right and in time. tell: called with what there is after
+    each. A row that fails is told with its error, and those after it have a fresh job. Blocks for a minute or so."""
     layouts = transformer(nbytes, len(TRAINERS), 1, len(ENGINES[0]))
-    with DeviceStage(kit) as stage:
-        game = Play(stage, layouts, TRAINERS, ENGINES)
-        for _ in range(2):
-            game.refit()
-        used = _network(game)
-        found: dict[str, Any] = {"network": used, "wanted network": kit.network, "bytes": layouts.nbytes, "rows": []}
-        if kit.network not in ("auto", used):
-            found["error"] = f"the transfer went over {used}, not {kit.network}: {_why(stage)}"
-            return found
-        for fault in (signal.SIGKILL, signal.SIGSTOP):
-            for what, victim in (("a sending mover", game.trainer[1]), ("a receiving mover", game.engines[0][0])):
-                say(f"{used}: {what}, {fault.name}")
-                found["rows"].append(_mover(stage, game, what, victim, fault))
-        say(f"{used}: the trainers are killed after a publish")
-        found["rows"].append(_trainers_killed(stage, game))
-        found["rows"][-1]["wrong"] = game.wrong
-    found["left"] = stage.left
-    found["right"] = not stage.left and all(row["right"] for row in found["rows"])
+    found: dict[str, Any] = {
+        "wanted network": kit.network,
+        "bytes": layouts.nbytes,
+        "rows": [],
+        "left": [],
+        "right": False,
+    }
+    todo, tell_all = deque(_rows()), partial(tell, found)
+    while todo:
+        stage = DeviceStage(kit)
+        try:
+            with stage:
+                game = Play(stage, layouts, TRAINERS, ENGINES)
+                with within(_SETTING_UP):
+                    for _ in range(2):
+                        game.refit()
+                found["network"] = _network(game)
+                if kit.network not in ("auto", found["network"]):
+                    found["error"] = f"the transfer went over {found['network']}, not {kit.network}: {_why(stage)}"
+                    return found
+                _play_rows(stage, game, todo, found["rows"], tell_all)
+        except FAILURES as error:  # of the job itself
+            return found | failure(error)
+        found["left"] += stage.left
+    found["right"] = not found["left"] and all(row["right"] for row in found["rows"])
     return found
+
+
+def _rows() -> Iterator[tuple[str, Row]]:
+    """The trainers' end is the last: they are gone then."""
+    for fault in (signal.SIGKILL, signal.SIGSTOP):
+        for what in ("a sending mover", "a receiving mover"):
+            yield f"{what} {fault.name} in mid-transfer", partial(_mover, what=what, fault=fault)
+    yield "trainers SIGKILLed after publish: their weights arrive", _trainers_killed
+
+
+def _play_rows(
+    stage: DeviceStage, game: Play, todo: deque[tuple[str, Row]], rows: list[dict[str, Any]], tell: Callable[[], None]
+) -> None:
+    """Until all are played or one fails: what that has begun would be in the way of the next."""
+    while todo:
+        what, run = todo.popleft()
+        try:
+            with within(_ROW):
+                rows.append({"what": what, **run(stage, game), "wrong": list(game.wrong)})
+        except FAILURES as error:
+            rows.append({"what": what, "right": False, "wrong": list(game.wrong), **failure(error)})
+            tell()
+            return
+        tell()
 
 
 def _network(game: Play) -> str:
@@ -70,9 +106,10 @@ def _mid_way(share: float) -> Callable[[TransferDoc, Mapping[str, Glance], float
     return ready
 
 
-def _mover(stage: DeviceStage, game: Play, what: str, victim: Actor, fault: signal.Signals) -> dict[str, Any]:
+def _mover(stage: DeviceStage, game: Play, *, what: str, fault: signal.Signals) -> dict[str, Any]:
     """One mover, in mid-transfer."""
     before: dict[str, int] = {}
+    victim = game.trainer[1] if what == "a sending mover" else game.engines[0][0]
 
     def inflict() -> None:
         before.update(stage.movers())
@@ -84,7 +121,7 @@ def _mover(stage: DeviceStage, game: Play, what: str, victim: Actor, fault: sign
         shot, tries = game.shoot(inflict, _mid_way(0.2)), tries + 1
         # Whose part was done when it was hit broke nothing.
         broken = _at(stage, "transfer.breaking", transfer=shot.doc.id) if shot is not None else None
-    row: dict[str, Any] = {"what": f"{what} {fault.name} in mid-transfer", "tries": tries}
+    row: dict[str, Any] = {"tries": tries}
     if shot is None or broken is None:
         return row | {"right": False, "error": f"{_TRIES} transfers were over before it could be hit; take more MiB"}
     game.told_again(shot)
@@ -98,7 +135,7 @@ def _mover(stage: DeviceStage, game: Play, what: str, victim: Actor, fault: sign
         "wanted": f"<= detection + {AFTER_DETECTION:g} s", "kept": after <= AFTER_DETECTION,
         "movers replaced": sorted(m for m, pid in before.items() if now.get(m) != pid), "of movers": len(before),
         "landed at the fault": shot.landed, "of bytes": shot.total, "moved twice": shot.twice, "in flight": shot.flying,
-        "members untouched": not untouched, "touched": untouched, "bit exact": not game.wrong, "wrong": list(game.wrong),
+        "members untouched": not untouched, "touched": untouched, "bit exact": not game.wrong,
         "right": not untouched and not game.wrong and now.get(victim.id) != before[victim.id],
     }  # fmt: skip
 
@@ -130,14 +167,10 @@ def _trainers_killed(stage: DeviceStage, game: Play) -> dict[str, Any]:
     told = game.trainer.do(at_device.publish_only, game.version)
     stage.dismiss(game.trainer)
     killed = time.monotonic()
-    try:
-        found = [call.result(60) for call in receiving]
-    except ReshardError as error:
-        return {"what": "trainers SIGKILLed after publish", "right": False, "error": str(error)[-1500:]}
+    found = [call.result(60) for call in receiving]
     before = list(game.wrong)
     game.look(game.engines[0])
     return {
-        "what": "trainers SIGKILLed after publish: their weights arrive", "kill to installed everywhere s":
-        round(max(f["done"] for f in found) - killed, 3), "published bytes": sum(t["nbytes"] for t in told),
-        "right": game.wrong == before,
+        "kill to installed everywhere s": round(max(f["done"] for f in found) - killed, 3),
+        "published bytes": sum(t["nbytes"] for t in told), "right": game.wrong == before,
     }  # fmt: skip

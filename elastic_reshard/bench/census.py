@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elastic_reshard.protocol.processes import started
 
-__all__ = ["Census", "count", "started_with"]
+__all__ = ["Census", "count", "nccl_segments", "started_with"]
 
 _MEMFD = "/memfd:"
 _STAGING = "mover staging"
@@ -28,6 +28,11 @@ def started_with(variable: str) -> Iterator[tuple[int, int, str]]:
         command = _bytes(Path("/proc", name, "cmdline")).replace(b"\0", b" ").decode(errors="replace")
         if at := started(int(name)):
             yield int(name), at, next(kind for part, kind in _KINDS if part in command)
+
+
+def nccl_segments() -> list[str]:
+    """NCCL's named shared memory on this machine: what a process that was killed leaves of it stays."""
+    return sorted(path.name for path in Path("/dev/shm").glob("nccl-*"))
 
 
 def _bytes(path: Path) -> bytes:

@@ -18,7 +18,7 @@ from rich.table import Table
 from elastic_reshard.bench.gpu_part import SECTIONS
 from elastic_reshard.bench.gpu_setup import GpuSetup
 from elastic_reshard.bench.gpu_stage import devices_here
-from elastic_reshard.bench.guarded import run_part
+from elastic_reshard.bench.guarded import keep_result, run_part
 from elastic_reshard.errors import LayoutError
 from elastic_reshard.layout import catalog
 
@@ -51,22 +51,14 @@ def measure_gpu(
         own = str(time.monotonic() + 0.93 * mine)
         part = ["elastic_reshard.bench.gpu_part", name, json.dumps(asdict(setup)), own]
         found[name] = {"error": "it had told nothing yet when this was written"}
-        _write(keep, found)
-        found[name] = run_part(part, mine, lambda data, name=name: _write(keep, {**found, name: data})).to_data()  # type: ignore[misc]
-        _write(keep, found)
+        keep_result(keep, found)
+        found[name] = run_part(part, mine, lambda data, name=name: keep_result(keep, {**found, name: data})).to_data()  # type: ignore[misc]
+        keep_result(keep, found)
     found["figures"] = figures(found, setup)
     found["right"] = right(found)
     found["failed"] = failed(found)
-    _write(keep, found)
+    keep_result(keep, found)
     return found
-
-
-def _write(keep: Path | None, found: dict[str, Any]) -> None:
-    """At once or not at all, so that there is always a whole one."""
-    if keep is not None:
-        part = keep.with_name(f".{keep.name}.part")
-        part.write_text(json.dumps(found))
-        part.replace(keep)
 
 
 def setup_here(model: str, device: str, seconds: float, scale: float) -> GpuSetup:

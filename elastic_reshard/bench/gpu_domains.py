@@ -13,6 +13,7 @@ from typing import Any
 from elastic_reshard.bench import gpu_rank as at_device
 from elastic_reshard.bench import rank as on
 from elastic_reshard.bench import recovery_faults as faults
+from elastic_reshard.bench.census import nccl_segments
 from elastic_reshard.bench.gpu_setup import GpuSetup, layers_of, model_layouts
 from elastic_reshard.bench.gpu_stage import DeviceStage
 from elastic_reshard.bench.gpu_ways import Tell, Way, run_ways
@@ -101,7 +102,7 @@ def recover(setup: GpuSetup) -> dict[str, Any]:
     pair = setup if setup.half > 1 else replace(setup, gpus=1)
     layouts, told = _small(pair) if setup.gpus <= 2 else model_layouts(setup)
     found: dict[str, Any] = {"model": told}
-    begun = time.monotonic()
+    begun, segments = time.monotonic(), set(nccl_segments())
     with DeviceStage(setup.kit(window="anytime", network=setup.network)) as stage:
         with within(0.6 * setup.seconds):
             play = _play(pair, stage, layouts)
@@ -119,7 +120,7 @@ def recover(setup: GpuSetup) -> dict[str, Any]:
             found["untouched"] = [gang.name for gang in gangs if all(gang.do(at_device.kernel_runs))]
         found["wrong"] = list(play.wrong)
         print_result(found)
-    return found | {"left": stage.left}
+    return found | {"left": stage.left, "shared memory of NCCL left": sorted(set(nccl_segments()) - segments)}
 
 
 def _whole(play: Play) -> float:

@@ -159,6 +159,7 @@ def _reported(found: dict[str, Any], name: str) -> Iterator[None]:
 
 def _graph(device: Device, table: CopyTable) -> Callable[[], None]:
     device.prepare(table)  # uploads it, which a capture can't
+    device.copy(table, device.current(), "kernel")  # a kernel's first launch loads it, which a capture may not allow
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # What other threads of this process ask the driver meanwhile is none of the capture's business.

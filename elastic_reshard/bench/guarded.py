@@ -18,12 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from elastic_reshard.bench.census import started_with
 from elastic_reshard.protocol.processes import end_process
 
-__all__ = ["Outcome", "print_result", "run_part", "until_told"]
+__all__ = ["Outcome", "keep_result", "print_result", "run_part", "until_told"]
 
 _VARIABLE: Final = "ELASTIC_RESHARD_PART"
 _GRACE: Final = 8.0
@@ -57,6 +58,14 @@ def print_result(data: Any) -> None:
     """Tell what there is, all of it: the last thing a part does, and whenever it has something more."""
     sys.stdout.flush()
     print(json.dumps(data), flush=True)
+
+
+def keep_result(file: Path | None, data: Any) -> None:
+    """Write it to a file, if there is to be one: at once or not at all, so that there is always a whole one."""
+    if file is not None:
+        part = file.with_name(f".{file.name}.part")
+        part.write_text(json.dumps(data))
+        part.replace(file)
 
 
 def until_told() -> None:
