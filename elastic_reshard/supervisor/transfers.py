@@ -126,7 +126,8 @@ def _inside(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> 
 def _never_came(draft: Draft, transfer: Transfer, member: str, said: MoverSaid | None) -> bool:
     """Its host's watchdog is there since a while and knows of no mover in this transfer."""
     host = draft.hosts.get(draft.members[member].doc.host) if member in draft.members else None
-    grace = draft.deadlines.mover_silent + draft.deadlines.proof_of_death + draft.deadlines.abort
+    grace = draft.deadlines.mover_silent + draft.deadlines.proof_of_death
+    grace += draft.deadlines.abort_over(transfer.doc.network)
     return said is None and host is not None and draft.now - max(host.greeted, transfer.since) >= grace
 
 

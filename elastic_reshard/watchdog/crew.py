@@ -104,6 +104,7 @@ class Hand:
     said: MoverSaid | None = None
     beats: int = -1
     broken: Patience | None = None
+    over: str | None = None  # what the broken transfer went over, if that is known
     condemned: str = ""
 
     @property
@@ -274,7 +275,8 @@ class Crew:
                 what = f"for {self.deadlines.mover_silent} s" if hand.here else "since it was to attach"
                 actions.append(self.condemn(hand.mover, f"no sign of life {what}", dump=True))
             elif stuck:
-                why = f"not out of all operations of transfer {hand.transfer} in {self.deadlines.abort} s"
+                within = self.deadlines.abort_over(hand.over)
+                why = f"not out of all operations of transfer {hand.transfer} in {within} s"
                 actions.append(self.condemn(hand.mover, why, dump=True))
         return actions
 
@@ -308,7 +310,9 @@ class Crew:
             planning = (
                 hand.told is not None and not hand.told.values and (hand.said is None or hand.said.state == "starting")
             )
-            hand.broken = self._patience(self.deadlines.form if planning else self.deadlines.abort, now)
+            known = doc or hand.told
+            hand.over = known.network if known is not None else None
+            hand.broken = self._patience(self.deadlines.form if planning else self.deadlines.abort_over(hand.over), now)
         if hand.attached and hand.transfer and (hand.stale or doc != hand.told):
             hand.told, hand.stale = doc, False
             yield Order(hand.mover, doc)

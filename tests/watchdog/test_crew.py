@@ -227,6 +227,21 @@ def test_who_is_not_out_of_a_broken_epoch_in_time_is_condemned(gone: bool) -> No
     assert made.decide(broken, 20.0) == []
 
 
+@pytest.mark.parametrize(("network", "within"), [("gloo", 0.5), ("pretend", 0.5), ("nccl", 1.0), ("nccl_m2n", 1.0)])
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_abort_over_nccl_is_given_its_time(network: str, within: float, gone: bool) -> None:
+    """A survivor's abort takes 0.5 to 0.8 s there; its mover is sound."""
+    made = running()
+    made.deadlines = Deadlines()
+    made.decide(scene(doc(state=TransferState.RUNNING, network=network)), 9.0)
+    broken = scene() if gone else scene(doc(state=TransferState.BREAKING, network=network))
+    made.decide(broken, 10.0)
+    assert alive(made, 10.0, 10.0 + within - PERIOD) == []
+    [found] = alive(made, 10.0 + within - PERIOD, 10.0 + within + 2 * PERIOD)
+    assert isinstance(found, Condemn)
+    assert found.why.endswith(f"in {within} s")
+
+
 def test_who_still_plans_is_given_its_time() -> None:
     """A plan can't be broken off; until the values are told it hinders nobody."""
     made = attached()
