@@ -15,17 +15,17 @@ from typing import Any
 
 from rich.table import Table
 
-from elastic_reshard.bench.gpu_part import SECTIONS
-from elastic_reshard.bench.gpu_setup import GpuSetup
+from elastic_reshard.bench.gpu_part import OWN, SECTIONS
+from elastic_reshard.bench.gpu_setup import GpuSetup, layers_of
 from elastic_reshard.bench.gpu_stage import devices_here
 from elastic_reshard.bench.guarded import keep_result, run_part
 from elastic_reshard.errors import LayoutError
 from elastic_reshard.layout import catalog
 
-__all__ = ["SECTIONS", "failed", "figures", "measure_gpu", "right", "setup_here", "table"]
+__all__ = ["DEFAULT", "SECTIONS", "allotted", "failed", "figures", "measure_gpu", "right", "setup_here", "table"]
 
 _LINK = 478.0  # GB/s each way between two H200s, NV18
-_ONE_GPU = 282.0  # seconds: with what must be ended five minutes, and ten on several
+DEFAULT = {False: 520.0, True: 540.0}  # seconds, by whether there are several GPUs: what all sections need
 _LEAST = 4.0  # seconds: a section with less is not begun
 
 
@@ -41,14 +41,12 @@ def measure_gpu(
     chosen = [name for name in SECTIONS if not only or name in only]
     for number, name in enumerate(chosen):
         left = end - time.monotonic()
-        for_others = sum(SECTIONS[other][1] for other in chosen[number + 1 :])
-        mine = min(SECTIONS[name][0] * (1 if setup.gpus <= 1 else 2), max(SECTIONS[name][1], left - for_others), left)
+        mine = allotted(chosen[number:], left, several=setup.gpus > 1)
         if left < _LEAST:
             found[name] = {"error": f"not begun: {setup.seconds:g} s were over"}
             continue
         say(f"{name} (at most {mine:.0f} s)")
-        # What it measures ends before it would be ended.
-        own = str(time.monotonic() + 0.93 * mine)
+        own = str(time.monotonic() + OWN * mine)
         part = ["elastic_reshard.bench.gpu_part", name, json.dumps(asdict(setup)), own]
         found[name] = {"error": "it had told nothing yet when this was written"}
         keep_result(keep, found)
@@ -61,19 +59,26 @@ def measure_gpu(
     return found
 
 
+def allotted(sections: Sequence[str], left: float, *, several: bool) -> float:
+    """Seconds for the first of the sections, of those that are left for all of them."""
+    first, *others = (SECTIONS[name] for name in sections)
+    for_others = sum(o.several if several else o.one for o in others)
+    return min(first.most * (1 + several), max(first.several if several else first.one, left - for_others), left)
+
+
 def setup_here(model: str, device: str, seconds: float, scale: float) -> GpuSetup:
-    """For this machine's devices. seconds: 0 for 4.7 minutes, and twice that on several. LayoutError where there is none;
+    """For this machine's devices. seconds: 0 for what all sections need, 9 minutes. LayoutError where there is none;
     CatalogError for an unknown model."""
     catalog.model(model)
     if device != "cuda":
-        return GpuSetup(model, device, 0, 64 << 30, seconds or _ONE_GPU, scale)
+        return GpuSetup(model, device, 0, 64 << 30, seconds or DEFAULT[False], scale)
     count = devices_here()
     if not count:
         raise LayoutError("there is no CUDA device here; --device pretend --scale 0.01 tries the program without one")
     import torch
 
     total = min(torch.cuda.get_device_properties(n).total_memory for n in range(count))
-    seconds = seconds or (_ONE_GPU if count == 1 else 2 * _ONE_GPU)
+    seconds = seconds or DEFAULT[count > 1]
     # Members in pairs: as many trainers as engine ranks.
     return GpuSetup(model, device, count if count == 1 else count // 2 * 2, total, seconds, scale)
 
@@ -88,6 +93,8 @@ def _at(found: Any, *path: str) -> Any:
 def figures(found: dict[str, Any], setup: GpuSetup) -> list[dict[str, Any]]:
     """What is wanted, and whether it was reached; None where it was not measured."""
     rows = []
+    told = _at(found, "model", "model") or _at(found, "pulls", "model")
+    of = layers_of(told) if told else setup.model
 
     def row(what: str, value: float | None, wanted: float, unit: str = "") -> None:
         kept = None if value is None else value >= wanted
@@ -98,6 +105,7 @@ def figures(found: dict[str, Any], setup: GpuSetup) -> list[dict[str, Any]]:
                 "wanted": wanted,
                 "unit": unit,
                 "kept": kept,
+                "of": of,
             }
         )
 

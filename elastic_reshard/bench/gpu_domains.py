@@ -24,6 +24,8 @@ from elastic_reshard.bench.synthetic import Layouts, transformer
 
 __all__ = ["measure", "recover"]
 
+# A round carries as much as the job's cell allows: 8 MiB by the usual one, 32 by the wide one, for models of so many bytes.
+_CELL, _WIDE_CELL, _MANY = 1 << 20, 64 << 20, 12 << 30
 _SHARED = 1 << 30  # bytes, where ranks share a GPU and NCCL goes through the host at 1-2 GB/s
 
 
@@ -54,19 +56,30 @@ def measure(setup: GpuSetup) -> dict[str, Any]:
     found: dict[str, Any] = {"small": told}
     warm, counted = 2, setup.repeats(4)
     ways: dict[str, Way] = {
-        network: partial(_refits, setup, small, {}, network, warm, counted) for network in (setup.network, "gloo")
+        network: partial(_refits, setup, small, _CELL, {}, network, warm, counted)
+        for network in (setup.network, "gloo")
     }
     if setup.gpus > 1:
         model, found["model"] = model_layouts(setup)
-        of = {"of": layers_of(found["model"])}
-        ways[f"the model over {setup.network}"] = partial(_refits, setup, model, of, setup.network, 1, setup.repeats(2))
+        cell = _CELL if model.nbytes < _MANY else _WIDE_CELL
+        of = {"of": layers_of(found["model"]), "cell MiB": cell >> 20}
+        ways[f"the model over {setup.network}"] = partial(
+            _refits, setup, model, cell, of, setup.network, 1, setup.repeats(2)
+        )
     return run_ways(setup.seconds, ways, found)
 
 
 def _refits(
-    setup: GpuSetup, layouts: Layouts, of: Mapping[str, str], network: str, warm: int, counted: int, tell: Tell
+    setup: GpuSetup,
+    layouts: Layouts,
+    cell: int,
+    of: Mapping[str, Any],
+    network: str,
+    warm: int,
+    counted: int,
+    tell: Tell,
 ) -> dict[str, Any]:
-    with DeviceStage(setup.kit(window="anytime", network=network)) as stage:
+    with DeviceStage(setup.kit(window="anytime", network=network), cell) as stage:
         play = _play(setup, stage, layouts)
         cold = [round(play.refit().everywhere, 3) for _ in range(warm)]
         needed = {host: distinct(play.engines[0].layout, [n]) for n, host in enumerate(play.engines[0].hosts)}

@@ -26,7 +26,7 @@ from elastic_reshard.transport.m2n import NcclM2n
 
 __all__ = ["measure"]
 
-_SAMPLE: Final = 512 << 20  # bytes that are gathered and broadcast where ranks share a GPU: it goes through the host
+_SAMPLE: Final = 256 << 20  # bytes that are gathered and broadcast where ranks share a GPU: it goes through the host
 _LIMIT: Final = 60.0
 _ctas: Final = 4
 
@@ -237,7 +237,7 @@ def _m2n(
     tell(found)
     ranks.do(reset, half)
     took: list[float] = []
-    for _ in range(setup.repeats(7)):
+    for _ in range(setup.repeats(5)):
         took.append(max(ranks.do(reshard_all, part, grouped, limit=_LIMIT)))
         median = sorted(took)[len(took) // 2]
         net = max(1e-6, median - barrier / 1e3)

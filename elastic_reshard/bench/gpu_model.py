@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_reshard.bench import gpu_rank as at_device
 from elastic_reshard.bench import rank as on
-from elastic_reshard.bench.gpu_setup import GpuSetup, many_small, model_layouts
+from elastic_reshard.bench.gpu_setup import GpuSetup, layers_of, many_small, model_layouts
 from elastic_reshard.bench.gpu_stage import DeviceStage
 from elastic_reshard.bench.gpu_ways import Tell, Way, run_ways
 from elastic_reshard.bench.guarded import print_result
@@ -29,8 +29,8 @@ def measure(setup: GpuSetup) -> dict[str, Any]:
     """The full list, and many small tensors apart."""
     layouts, told = model_layouts(setup)
     ways: dict[str, Way] = {
-        "full list": lambda tell: _refits(setup, layouts, setup.repeats(7), tell),
-        "many small": lambda tell: _refits(setup, many_small(setup), setup.repeats(7), tell),
+        "full list": lambda tell: {"of": layers_of(told)} | _refits(setup, layouts, setup.repeats(5), tell),
+        "many small": lambda tell: _refits(setup, many_small(setup), setup.repeats(5), tell),
     }
     return run_ways(setup.seconds, ways, {"model": told})
 

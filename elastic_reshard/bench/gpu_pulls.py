@@ -17,7 +17,7 @@ from elastic_reshard.arena.devices import device_of, strided_of
 from elastic_reshard.arena.strided import Strided, contiguous_strides
 from elastic_reshard.bench import gpu_values
 from elastic_reshard.bench.gpu_rank import Place, empty
-from elastic_reshard.bench.gpu_setup import GpuSetup, many_small, model_layouts
+from elastic_reshard.bench.gpu_setup import GpuSetup, layers_of, many_small, model_layouts
 from elastic_reshard.bench.gpu_ways import FAILURES, Tell, Way, failure, run_ways
 from elastic_reshard.bench.synthetic import Layouts
 from elastic_reshard.errors import ReshardError
@@ -39,7 +39,7 @@ def measure(setup: GpuSetup) -> dict[str, Any]:
     found: dict[str, Any] = {"model": told, "of rank": 0}
     small = many_small(setup)
     ways: dict[str, Way] = {
-        "full list": lambda tell: _pulls(setup, device, place, layouts, tell),
+        "full list": lambda tell: {"of": layers_of(told)} | _pulls(setup, device, place, layouts, tell),
         "many small": lambda tell: _pulls(setup, device, place, small, tell) | {"tensors": len(small.destination)},
         "register host": lambda _: _register(device, setup.nbytes(2 << 30)),
     }

@@ -59,8 +59,9 @@ def model_layouts(setup: GpuSetup, *, fits: float = 0.85) -> tuple[Layouts, dict
     destination = f"tp{tp}" + (f"xdp{half // tp}" if half > tp else "")
     a, b = catalog.Parallelism.parse(source), catalog.Parallelism.parse(destination)
     on_one = half * 2 if setup.gpus <= 1 else 1
-    # On one device: all trainers with two slots, the engine, and the copies that are compared with; else a trainer's alone.
-    held = spec.numel * 2 * (7 if setup.gpus <= 1 else 5 / half)
+    # On one device: trainers with two slots (3 models), engines (1), and what both sides' bare copies take, were torch to keep
+    # it (4); else a trainer's alone.
+    held = spec.numel * 2 * (8 if setup.gpus <= 1 else 5 / half)
     layers = spec.dims.layers
     if held > fits * setup.total:
         layers = max(1, int(layers * fits * setup.total / held))

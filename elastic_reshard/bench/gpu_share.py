@@ -85,7 +85,7 @@ def _carried(setup: GpuSetup, kit: Kit, window: str, tell: Tell) -> dict[str, An
     """An engine rank computes while movers carry its versions from another host; it installs each. Rates are of the time in
     which it computes."""
     layouts = transformer(setup.nbytes(_CARRIED), 1, 1, 1)
-    versions = setup.repeats(6)
+    versions = setup.repeats(4)
     # The trainer computes nothing here; what is asked is what the engine notices.
     with DeviceStage(kit, kits={"trainer": replace(kit, window="anytime")}, late_after=60.0) as stage:
         play = Play(stage, layouts, ["a"], [["b"]])

@@ -15,8 +15,9 @@ import torch
 
 from elastic_reshard.bench import gpu_model, gpu_part, gpu_pulls, gpu_values, gpu_ways, guarded, values
 from elastic_reshard.bench.census import started_with
-from elastic_reshard.bench.gpu import SECTIONS, failed, figures, measure_gpu, right, setup_here
-from elastic_reshard.bench.gpu_setup import GpuSetup, many_small, model_layouts
+from elastic_reshard.bench.gpu import DEFAULT, SECTIONS, allotted, failed, figures, measure_gpu, right, setup_here
+from elastic_reshard.bench.gpu_part import OWN
+from elastic_reshard.bench.gpu_setup import GpuSetup, layers_of, many_small, model_layouts
 from elastic_reshard.bench.gpu_ways import Tell, run_ways
 from elastic_reshard.bench.play import Play
 from elastic_reshard.bench.stage import until
@@ -118,6 +119,29 @@ def test_a_driver_that_does_not_answer_costs_one_figure(monkeypatch: pytest.Monk
     assert gpu_part._driver() == "unknown: driver not loaded"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu_part._driver() == "unknown: no pynvml"
+
+
+# Seconds that sections took on one H200 on 2026-11-29 (environment, limits, pulls, model, m2n), the rest by estimate.
+NEEDED = {
+    False: {"environment": 9.1, "limits": 26.8, "pulls": 20.6, "model": 62.3, "share": 110.0, "domains": 60.0, "recover": 60.0,
+            "survive": 45.0, "m2n": 70.0},
+    True: {"environment": 9.1, "limits": 26.8, "pulls": 20.6, "model": 62.3, "share": 105.0, "domains": 110.0, "recover": 60.0,
+           "survive": 46.0, "m2n": 40.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("hanging", [(), ("share",), ("model", "domains"), tuple(SECTIONS)])
+def test_the_default_time_is_enough_for_every_section(several: bool, hanging: tuple[str, ...]) -> None:
+    """Whatever those before it do: each has what it needs before it would end itself."""
+    left, names = DEFAULT[several], list(SECTIONS)
+    assert set(NEEDED[several]) == set(names)
+    for number, name in enumerate(names):
+        mine = allotted(names[number:], left, several=several)
+        assert OWN * mine >= NEEDED[several][name], name
+        left -= mine if name in hanging else NEEDED[several][name]
+    assert left >= 0
+    assert DEFAULT[several] <= 540, "nine minutes"
 
 
 def test_what_is_begun_without_time_left_is_said_to_be_so() -> None:
@@ -231,6 +255,11 @@ def test_models_are_cut_down_to_what_a_device_holds() -> None:
     less, told = model_layouts(GpuSetup("Qwen3-30B-A3B", gpus=2, total=139 << 30))
     assert 0 < told["layers"] < told["of layers"]
     assert 5 * less.nbytes < 139 << 30
+    less, told = model_layouts(GpuSetup("Qwen3-30B-A3B", gpus=1, total=139 << 30))
+    assert 8 * less.nbytes < 139 << 30, (
+        "three copies of trainers, one of engines, and two of each that are compared with"
+    )
+    assert layers_of(told) == f"{told['layers']} of 48 layers of Qwen3-30B-A3B"
     _, told = model_layouts(GpuSetup("Qwen3-30B-A3B", gpus=8, total=139 << 30))
     assert (told["source"], told["destination"], told["layers"]) == ("ep4", "tp4", 48)
     assert whole.source.keys() == whole.together.keys()
