@@ -5,7 +5,6 @@ Whoever starts or replaces holds the host's lock, and looks again when it has it
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import secrets
@@ -254,13 +253,15 @@ class Finder:
         record = read_record(self._paths.record)
         if record is None or not record.alive:
             return
-        with contextlib.suppress(ProcessLookupError):
+        try:
             pidfd = os.pidfd_open(record.pid)
-            try:
-                if record.alive:  # as before it was opened
-                    self._condemn(_Suspect(record.pid, pidfd, "it takes nobody in"))
-            finally:
-                os.close(pidfd)
+        except ProcessLookupError:
+            return
+        try:
+            if record.alive:  # as before it was opened
+                self._condemn(_Suspect(record.pid, pidfd, "it takes nobody in"))
+        finally:
+            os.close(pidfd)
 
     def _wait_for(self, lock: Lock) -> None:
         """Somebody else starts a watchdog; one that hangs while starting is ended."""
