@@ -8,7 +8,17 @@ import pytest
 
 from elastic_reshard.member import core as member
 from elastic_reshard.protocol import view
-from elastic_reshard.supervisor import admission, core, holdings, installing, membership, parties, publishing, transfers
+from elastic_reshard.supervisor import (
+    admission,
+    core,
+    holdings,
+    installing,
+    membership,
+    parties,
+    publishing,
+    queue,
+    transfers,
+)
 from tests.member import test_core
 from tests.supervisor import drive
 from tests.supervisor import test_core_scenes as scenes
@@ -117,8 +127,28 @@ BREAKAGES: dict[str, tuple[ModuleType, str, str]] = {
     "tickets of a group that is new have old names": (installing, "    draft.tickets += 1\n", ""),
     "an epoch forms before the last one's movers are out": (
         transfers,
-        "        if _over(draft, transfer, reports):\n            _end(draft, transfer, reports, whole=False)\n        return",
-        "        _end(draft, transfer, reports, whole=False)\n        return",
+        "if inside and not all(in_vain(draft, transfer, member) for member in inside):",
+        "if False:",
+    ),
+    "a mover that is never proved dead is waited for for ever": (
+        transfers,
+        "not all(in_vain(draft, transfer, member) for member in inside)",
+        "inside",
+    ),
+    "a member whose mover is not proved dead takes part": (
+        holdings,
+        "return in_sight(draft, member) and not unproved(draft, member, draft.now)",
+        "return in_sight(draft, member)",
+    ),
+    "who waits beside a late transfer waits for ever": (
+        queue,
+        "if publication is None:\n        return False\n    served",
+        "if True:\n        return False\n    served",
+    ),
+    "the supervisor's own silence makes others late": (
+        transfers,
+        "return min(moment + seconds, draft.now)",
+        "return moment",
     ),
     "a landing slot is given to a second version": (
         parties,
@@ -180,6 +210,7 @@ def _scenes() -> str:
             (scenes.test_who_may_have_met_is_waited_for_by_the_next_term_too,),
             (scenes.test_a_shard_that_nobody_holds_is_waited_for_then_given_up_and_everyone_goes_on_serving,),
             (scenes.test_who_is_slow_to_plan_is_not_waited_for,),
+            (scenes.test_others_go_on_without_a_mover_that_is_never_proved_dead,),
         ):
             try:
                 scene(seed, *more)
