@@ -159,6 +159,7 @@ class MoverSaid(Message):
     it begins no more without being told (stopping). waits: (member, cell) it waits for now; its own member: until that opens
     its window. window: what it waits for is that member's window, its own or a peer's. condemned: ended by its watchdog, and
     why. to_land: cells that are to land in it, by its plan. links: of the bytes received, those of each host; said with "out".
+    unheard: it lives, and this watchdog has not heard yet where it is; said in a Hello only, where all that live are named.
     """
 
     kind: Literal["mover"] = "mover"
@@ -184,6 +185,7 @@ class MoverSaid(Message):
     condemned: Text = ""
     to_land: Count = 0
     links: dict[Name, Count] = {}
+    unheard: bool = False
 
 
 class LedgerSaid(Message):

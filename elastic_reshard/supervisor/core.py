@@ -26,6 +26,7 @@ from elastic_reshard.supervisor import (
     recovery,
     rest,
     transfers,
+    unproved,
 )
 from elastic_reshard.supervisor.events import (
     Abandon,
@@ -188,6 +189,7 @@ def _greet(draft: Draft, event: Greeted) -> None:
     membership.greet(draft, event)
     for ledger in event.hello.ledgers:
         transfers.ledgered(draft, Ledgered(host, ledger))
+    unproved.named(draft, event.hello)
     for mover in event.hello.movers:
         transfers.moved(draft, Moved(host, mover))
 

@@ -39,7 +39,7 @@ __all__ = ["forgive", "ledgered", "moved", "settle"]
 def moved(draft: Draft, event: Moved) -> None:
     """A watchdog says where a mover is."""
     member = draft.members.get(event.said.member)
-    if member is None or member.doc.host != event.host:
+    if member is None or member.doc.host != event.host or event.said.unheard:
         return
     known = draft.movers.get(event.said.member)
     draft.movers[event.said.member] = not_back(known, event.said)

@@ -13,10 +13,10 @@ proved dead: the others go on without its member, as without one whose host is o
 from __future__ import annotations
 
 from elastic_reshard.protocol.deadlines import Deadlines
-from elastic_reshard.protocol.messages import MoverSaid
+from elastic_reshard.protocol.messages import Hello, MoverSaid
 from elastic_reshard.supervisor.state import Draft, Job, Transfer
 
-__all__ = ["in_vain", "loose", "not_back", "unproved"]
+__all__ = ["in_vain", "loose", "named", "not_back", "unproved"]
 
 
 def not_back(known: MoverSaid | None, said: MoverSaid) -> MoverSaid:
@@ -34,6 +34,14 @@ def loose(job: Draft | Job, member: str) -> bool:
 def unproved(job: Draft | Job, member: str, now: float) -> bool:
     """Loose, and for longer than its watchdog needs to end it."""
     return loose(job, member) and _had_its_time(job, member, 0.0, now)
+
+
+def named(draft: Draft, hello: Hello) -> None:
+    """A watchdog names all movers that live. One that it does not know has ended, though whoever saw that could not say so."""
+    known = {said.member for said in hello.movers}
+    for member in draft.members_at(hello.host):
+        if member.doc.id not in known and loose(draft, member.doc.id):
+            del draft.movers[member.doc.id]
 
 
 def in_vain(draft: Draft, transfer: Transfer, member: str) -> bool:

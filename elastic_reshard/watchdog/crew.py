@@ -238,6 +238,17 @@ class Crew:
         self.unsaid.clear()
         return said
 
+    def known(self) -> tuple[MoverSaid, ...]:
+        """For a Hello: all words, and that movers are there who have not said anything yet."""
+        mute = [h for h in self.hands.values() if h.pid and h.transfer and h.member not in self.words]
+        return (
+            *self.words.values(),
+            *(
+                MoverSaid(member=h.member, mover=h.mover, transfer=h.transfer, state="starting", unheard=True)
+                for h in mute
+            ),
+        )
+
     def ready(self, now: float) -> bool:
         """Whether those that a predecessor had are here, or had their time."""
         return all(h.here or not h.pid for h in self.hands.values()) or now - self.born >= (

@@ -346,7 +346,7 @@ class Service:
         crew = self.movers.crew
         crew.refresh()
         crew.unsaid.clear()
-        return self.house.hello(tuple(crew.words.values()), self.movers.ledgers())
+        return self.house.hello(crew.known(), self.movers.ledgers())
 
     def refresh(self) -> None:
         """A beat is due."""

@@ -140,9 +140,11 @@ class Stage:
         }  # fmt: skip
         said = tuple(self.last[n] for n in mine if n in self.last)
         ended = tuple(m.member for n, m in mine.items() if n in self.dead)
-        self.tell(
-            Greeted(Hello(job="job", host=host, machine="m", watchdog=watchdog, statements=said, ended=ended, **known))
-        )
+        movers = tuple(self.movers[n] for n in mine if n in self.movers)
+        hello = Hello(
+            job="job", host=host, machine="m", watchdog=watchdog, statements=said, ended=ended, movers=movers, **known,
+        )  # fmt: skip
+        self.tell(Greeted(hello))
 
     def do_silent(self, host: str) -> None:
         self.silent.add(host)

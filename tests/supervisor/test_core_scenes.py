@@ -284,3 +284,18 @@ def test_a_source_whose_mover_is_never_proved_dead_is_replaced_by_its_replica_or
     mover.come_back()
     third = scene.publish()
     scene.until(lambda: scene.current(third), 30.0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_end_that_only_a_dead_watchdog_saw_is_known_from_the_next_one(seed: int) -> None:
+    scene = Scene(seed, late_after=8.0)
+    publication = scene.publish()
+    scene.in_the_middle()
+    scene.world.network.cut(["h2"], control=True, data=False)
+    mover = scene.movers("e0-")[0]
+    mover.die()
+    scene.until(lambda: mover.mover not in scene.world.watchdogs["h2"].deck.crew.hands, 5.0)
+    scene.world.watchdogs["h2"].die()
+    scene.until(lambda: scene.current(publication, ["e1"]), 20.0)
+    scene.world.network.heal()
+    scene.until(lambda: scene.current(publication), 30.0)

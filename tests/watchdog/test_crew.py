@@ -353,6 +353,11 @@ def test_what_a_replacement_expects() -> None:
     assert D.mover_silent <= at - 100.0 <= D.mover_silent + 2 * PERIOD
     assert isinstance(found, Condemn)
     assert late.ready(102.0), "not for ever"
+    [said] = late.known()
+    assert (said.member, said.mover, said.transfer, said.unheard) == (M, X, doc().id, True), "a Hello names it"
+    late.ended(X)
+    [said] = late.known()
+    assert (said.state, said.unheard) == ("ended", False)
 
 
 def test_one_that_nobody_expected() -> None:

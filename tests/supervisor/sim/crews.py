@@ -197,4 +197,4 @@ class Deck:
         """The first message of a connection."""
         self.crew.refresh()
         self.crew.unsaid.clear()
-        return self.dog.house.hello(tuple(self.crew.words.values()), self.ledgers())
+        return self.dog.house.hello(self.crew.known(), self.ledgers())
