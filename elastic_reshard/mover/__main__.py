@@ -5,17 +5,19 @@ It leaves its starter's process tree first, while it is single-threaded and has 
 
 import json
 import sys
+from pathlib import Path
 
-from elastic_reshard.protocol.processes import leave
+from elastic_reshard.protocol.processes import Lock, leave
 
 
 def main() -> None:
     """Read the settings, leave, fork movers until nobody needs it."""
     settings = json.loads(sys.stdin.buffer.read())
     leave(settings["log"])
+    lock = Lock.inherited(Path(settings["lock_path"]), settings["lock"])
     from elastic_reshard.mover.forkserver import serve
 
-    serve(settings)
+    serve(settings, lock)
 
 
 if __name__ == "__main__":

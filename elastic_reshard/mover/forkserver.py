@@ -30,13 +30,10 @@ _STRANGERS: Final = 64
 _TURN: Final = 0.25  # seconds between looks at whether it is still needed
 
 
-def serve(settings: dict[str, Any]) -> None:
-    """Load, listen, fork until nobody needs it. Blocks; the caller is a process of its own that holds the lock."""
+def serve(settings: dict[str, Any], lock: Lock) -> None:
+    """Load, listen, fork until nobody needs it. Blocks; the caller is a process of its own. lock: signed; it is given back as
+    soon as this nursery listens."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(name)s %(message)s")
-    lock = Lock(Path(settings["lock_path"]))
-    lock.fd = settings["lock"]
-    os.set_inheritable(lock.fd, False)
-    lock.sign()
     began = time.monotonic()
     for module in (*settings["preload"], "elastic_reshard.mover.process", settings["work"].partition(":")[0]):
         importlib.import_module(module)

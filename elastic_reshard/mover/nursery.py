@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 from elastic_reshard.arena.channel import Closing, close_all
 from elastic_reshard.errors import MembershipError, PeerLost, Unauthorized
 from elastic_reshard.log import logger
-from elastic_reshard.protocol.processes import Lock, end_process, started
+from elastic_reshard.protocol.processes import Lock, end_process, spent, started
 from elastic_reshard.protocol.wire import credentials, proof, proves
 
 __all__ = ["ANSWER", "PRELOAD", "WORK", "Birth", "Born", "Nursery", "NurseryConfig", "hear", "nonce_of"]
@@ -38,7 +38,7 @@ WORK: Final = "elastic_reshard.mover.work:Worker"
 PRELOAD: Final = ("torch", "elastic_reshard.transport")
 _PACKET: Final = 1 << 16
 ANSWER: Final = 2.0  # seconds in which a nursery answers; one that does not is frozen, and replaced
-_LOADING: Final = 30.0  # seconds that one may take to load; one that takes more is ended by the next starter
+_LOADING: Final = 30.0  # seconds without any work in which one that loads is ended by the next starter
 _LOOK: Final = 0.02  # seconds between looks while somebody starts one
 
 
@@ -104,6 +104,7 @@ class Nursery(Closing):
         self._locked_since: float | None = None
         self._why = "no attempt yet"
         self._suspect: tuple[int, int] | None = None  # (pid, start) of one that does not answer
+        self._starting: tuple[tuple[int, int] | None, int] = None, 0  # who starts one, and what CPU it has used
         self._starts = 0
         self._closed = threading.Event()
         super().__init__()
@@ -266,8 +267,10 @@ class Nursery(Closing):
 
     def _wait_for(self, lock: Lock) -> None:
         now = time.monotonic()
-        self._locked_since = self._locked_since or now
         holder = lock.holder()
+        starting = (holder, spent(holder[0]) if holder is not None else 0)
+        if self._locked_since is None or starting != self._starting:
+            self._locked_since, self._starting = now, starting
         if holder is not None and now - self._locked_since >= _LOADING:
             _log.warning("nursery.stuck", job=self._config.job, pid=holder[0])
             end_process(*holder, ANSWER)
@@ -305,7 +308,7 @@ def nonce_of(said: dict[str, Any]) -> str:
 
 
 def _exec(config: NurseryConfig, lock: Lock) -> None:
-    """Start the process; it inherits the lock, and holds it until it listens. Returns when it has left our tree."""
+    """Start the process; the lock is its own from then on, until it listens. Returns when it has left our tree."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     # numpy's BLAS would start threads when it is loaded, and a process with threads must not fork.
@@ -323,8 +326,10 @@ def _exec(config: NurseryConfig, lock: Lock) -> None:
             _, said = process.communicate(json.dumps(config.settings(lock.fd)).encode(), _LOADING)
         except subprocess.TimeoutExpired as error:
             process.kill()
+            lock.close()  # it may have left before
             raise MembershipError(f"the nursery of job {config.job} did not get going in {_LOADING} s") from error
     if process.returncode:
         raise MembershipError(
             f"the nursery of job {config.job} could not start: {said.decode(errors='replace').strip()[-2000:]}"
         )
+    lock.close()

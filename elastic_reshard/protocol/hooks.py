@@ -28,6 +28,7 @@ VARIABLE: Final = "ELASTIC_RESHARD_TEST_HOOKS"
 _ROOMS: Final = {
     "link": ("replacing", "missing", "locked"),
     "watchdog": (
+        "left",
         "forked",
         "listening",
         "attached",

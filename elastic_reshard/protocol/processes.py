@@ -12,22 +12,34 @@ import select
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Final
 
-__all__ = ["DUMP", "Lock", "condemn", "end_process", "leave", "serviceable", "started"]
+__all__ = ["DUMP", "Lock", "condemn", "end_process", "leave", "serviceable", "spent", "started"]
 
 DUMP: Final = signal.SIGUSR2  # writes the stacks of all threads to standard error, whatever they are doing
 
 
 class Lock:
-    """The lock file of a host, held by an open description: also by a child that inherits the descriptor.
+    """The lock file of a host, held by an open description: also by a process that was started with the descriptor. A forked
+    child's copy is closed: a data loader's worker would hold the lock for as long as it lives.
 
     take() never waits. Whoever holds it may remove the file; a taker looks whether its file is still the one there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.fd = -1
+        _locks.add(self)
+
+    @classmethod
+    def inherited(cls, path: Path, fd: int) -> Lock:
+        """The lock that our starter took for us, signed before anything else is done: whoever hangs from here on is ended."""
+        lock = cls(path)
+        lock.fd = fd
+        os.set_inheritable(fd, False)
+        lock.sign()
+        return lock
 
     def take(self) -> bool:
         """Whether it is ours now."""
@@ -68,19 +80,48 @@ class Lock:
         self._path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Give it back (a child that inherited it keeps it). May be called again."""
+        """Give it back, whoever has copies of the descriptor (from a fork that nobody told us of). May be called again."""
+        if self.fd >= 0:
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
+        self.close()
+
+    def close(self) -> None:
+        """Leave it to the process that was started with it. May be called again."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
 
 
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for lock in list(_locks):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 def started(pid: int) -> int:
     """When a process started, in clock ticks since boot: with its pid this names it for ever. 0 if it has ended."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def spent(pid: int) -> int:
+    """CPU time that a process has used, in clock ticks; 0 if it has ended."""
+    fields = _stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields else 0
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from its state on; none if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 0 if fields[0] in "ZX" else int(fields[19])
+        return []
+    return [] if fields[0] in "ZX" else fields
 
 
 def end_process(pid: int, start: int, within: float) -> bool:

@@ -6,17 +6,22 @@ starter, is nobody's child, and works when the starter is a daemonic worker. The
 
 import json
 import sys
+from pathlib import Path
 
-from elastic_reshard.protocol.processes import leave
+from elastic_reshard.protocol.processes import Lock, leave
 
 
 def main() -> None:
     """Read the settings, leave, run until there is nothing to guard."""
     settings = json.loads(sys.stdin.buffer.read())
     leave(settings["log"])
+    lock = Lock.inherited(Path(settings["lock_path"]), settings["lock"])
+    from elastic_reshard.protocol.hooks import hook
+
+    hook("watchdog.left")
     from elastic_reshard.watchdog.service import run
 
-    run(settings)
+    run(settings, lock)
 
 
 if __name__ == "__main__":

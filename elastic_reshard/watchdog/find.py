@@ -23,7 +23,7 @@ from elastic_reshard.protocol.hooks import hook
 from elastic_reshard.protocol.ids import PROTOCOL
 from elastic_reshard.protocol.wire import Tag, Wire, credentials, proof, proves, words_of
 from elastic_reshard.watchdog.patience import Patience
-from elastic_reshard.watchdog.runtime import Lock, condemn, end_process, read_record
+from elastic_reshard.watchdog.runtime import Lock, condemn, end_process, read_record, spent
 from elastic_reshard.watchdog.start import HostConfig, start
 
 __all__ = ["Finder", "Found", "refusal"]
@@ -79,6 +79,7 @@ class Finder:
         self._paths = config.paths
         self._stopping = stopping
         self._locked_since: float | None = None
+        self._starting: tuple[tuple[int, int] | None, int] = None, 0  # who starts one, and what CPU it has used
         self._starts = 0
         self._deaf = False  # the last one dialled took nobody in, all the time
 
@@ -264,10 +265,12 @@ class Finder:
             os.close(pidfd)
 
     def _wait_for(self, lock: Lock) -> None:
-        """Somebody else starts a watchdog; one that hangs while starting is ended."""
+        """Somebody else starts a watchdog; one that hangs while starting is ended: it uses no CPU. One that is slow is not."""
         now = time.monotonic()
-        self._locked_since = self._locked_since or now
         holder = lock.holder()
+        starting = (holder, spent(holder[0]) if holder is not None else 0)
+        if self._locked_since is None or starting != self._starting:
+            self._locked_since, self._starting = now, starting
         if holder is not None and now - self._locked_since >= self.config.deadlines.connect:
             _log.warning("watchdog.stuck", host=self.config.host, pid=holder[0])
             end_process(*holder, self.config.deadlines.proof_of_death)

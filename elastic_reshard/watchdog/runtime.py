@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastic_reshard.errors import MembershipError, ProtocolError
-from elastic_reshard.protocol.processes import Lock, condemn, end_process, started
+from elastic_reshard.protocol.processes import Lock, condemn, end_process, spent, started
 
 __all__ = [
     "Deckhand",
@@ -34,6 +34,7 @@ __all__ = [
     "read_record",
     "running",
     "runtime_folder",
+    "spent",
     "started",
 ]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -398,22 +397,18 @@ class Service:
         self.stock.close()
 
 
-def run(settings: dict[str, Any]) -> None:
-    """Serve until there is nothing to guard. Blocks; the caller is a process of its own that holds the host's lock."""
+def run(settings: dict[str, Any], lock: Lock) -> None:
+    """Serve until there is nothing to guard. Blocks; the caller is a process of its own. lock: the host's, signed; it is
+    given back as soon as this watchdog listens."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("websockets").setLevel(logging.WARNING)
     serviceable()
-    asyncio.run(_serve(settings))
+    asyncio.run(_serve(settings, lock))
 
 
-async def _serve(settings: dict[str, Any]) -> None:
-    lock_fd = settings["lock"]
-    fcntl.fcntl(lock_fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+async def _serve(settings: dict[str, Any], lock: Lock) -> None:
     service = Service(settings, Deadlines(**settings["deadlines"]))
     service.loop.set_exception_handler(service.failed)
-    lock = Lock(service.paths.lock)
-    lock.fd = lock_fd
-    lock.sign()
     hook("watchdog.forked")
     service.listen()
     service.loop.add_signal_handler(signal.SIGTERM, service.drain)

@@ -67,12 +67,13 @@ class HostConfig:
             "log": str(self.paths.log),
             "deadlines": self.deadlines.to_data(),
             "lock": lock,
+            "lock_path": str(self.paths.lock),
             **({"work": self.work, "preload": []} if self.work else {}),
         }
 
 
 def start(config: HostConfig, lock: Lock) -> None:
-    """Start the host's watchdog. The caller holds `lock`; the watchdog inherits it, and holds it until it listens.
+    """Start the host's watchdog. The caller holds `lock`, which is the watchdog's from then on: it holds it until it listens.
 
     Returns when the new process has left this process's tree, after about 0.05 s; blocks `deadlines.connect` at most.
     Raises MembershipError if it cannot be started."""
@@ -100,6 +101,7 @@ def start(config: HostConfig, lock: Lock) -> None:
             _, said = process.communicate(json.dumps(config.settings(lock.fd)).encode(), config.deadlines.connect)
         except subprocess.TimeoutExpired as error:
             process.kill()
+            lock.close()  # it may have left before
             raise MembershipError(
                 f"the watchdog of host {config.host} did not get going in {config.deadlines.connect} s; "
                 "look at the load of this machine, or raise deadlines.connect"
@@ -108,3 +110,4 @@ def start(config: HostConfig, lock: Lock) -> None:
         raise MembershipError(
             f"the watchdog of host {config.host} could not start: {said.decode(errors='replace').strip()[-2000:]}"
         )
+    lock.close()

@@ -10,15 +10,17 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from elastic_reshard.errors import MembershipError, Unauthorized
-from elastic_reshard.mover.nursery import PRELOAD, WORK
+from elastic_reshard.mover import nursery
+from elastic_reshard.mover.nursery import PRELOAD, WORK, NurseryConfig
 from elastic_reshard.protocol.processes import Lock, end_process, started
 from tests.mover.place import Place
-from tests.watchdog.world import open_files, until
+from tests.watchdog.world import bystander, fork_behind_our_back, open_files, until
 
 
 def test_a_mover_is_forked_and_named_for_ever(place: Place) -> None:
@@ -88,6 +90,25 @@ def test_a_dead_or_frozen_one_is_replaced_and_its_movers_live_on(place: Place, h
     assert started(pid) == 0, "a frozen one is ended: it could wake"
     assert started(mover.pid) == mover.start
     assert started(other.pid) == other.start
+
+
+def test_a_process_forked_while_it_was_started_keeps_nobody_from_replacing_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, start = place.client(), nursery._exec
+    with ExitStack() as bystanders:
+
+        def forking(config: NurseryConfig, lock: Lock) -> None:
+            bystanders.enter_context(bystander(fork_behind_our_back))
+            start(config, lock)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(nursery, "_exec", forking)
+            place.fork(client)
+        os.kill(place.pid(), signal.SIGKILL)
+        place.fork(client, within=5.0)
+        place.end()
+        until(lambda: not place.folder.exists(), why="it goes, too")
 
 
 def test_it_goes_when_nobody_is_connected(place: Place) -> None:

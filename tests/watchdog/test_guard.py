@@ -11,6 +11,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,10 +20,11 @@ import pytest
 from elastic_reshard.errors import MembershipError
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.window import Window
+from elastic_reshard.watchdog import find
 from elastic_reshard.watchdog.find import Finder
 from elastic_reshard.watchdog.link import HostLink
 from elastic_reshard.watchdog.runtime import Lock
-from tests.watchdog.world import Local, World, memory, read, table_of, until
+from tests.watchdog.world import Local, World, bystander, fork_behind_our_back, memory, read, table_of, until
 
 
 def replaced(link: HostLink, before: str, within: float) -> float:
@@ -178,6 +181,25 @@ def test_a_member_frozen_meanwhile_is_not_taken_for_dead_until_it_is(here: World
     assert not here.supervisor.ended(agent.member)
     agent.kill()
     until(lambda: here.supervisor.ended(agent.member), 2.0)
+
+
+@pytest.mark.parametrize("fork", [os.fork, fork_behind_our_back])
+def test_a_process_forked_while_it_was_started_keeps_nobody_from_replacing_it(
+    here: World, monkeypatch: pytest.MonkeyPatch, fork: Callable[[], int]
+) -> None:
+    with ExitStack() as bystanders:
+
+        def forking(point: str) -> None:
+            if point == "link.locked":
+                bystanders.enter_context(bystander(fork))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(find, "hook", forking)
+            one = here.local("one").open()
+        before = here.kill()
+        assert replaced(one.link, before.watchdog, 3.5) < 3.5
+        here.end()
+        until(lambda: here.running() is None, why="it goes, too")
 
 
 def test_a_starter_killed_with_the_lock_in_its_hands_leaves_it_to_another(here: World) -> None:

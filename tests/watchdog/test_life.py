@@ -222,11 +222,12 @@ def test_it_answers_soon_and_without_torch(here: World) -> None:
     assert min(took) < 0.6, took
 
 
-def test_a_watchdog_that_hangs_while_it_starts_is_ended(here: World) -> None:
+@pytest.mark.parametrize("point", ["left", "forked"])
+def test_a_watchdog_that_hangs_while_it_starts_is_ended(here: World, point: str) -> None:
     here.deadlines = Deadlines(connect=1.0)
     once = str(here.folder.parent / f"{here.folder.name}.once")
     try:
-        agent = here.agent(hooks={"watchdog.forked": {"do": "stop", "once": once}}).attached()
+        agent = here.agent(hooks={f"watchdog.{point}": {"do": "stop", "once": once}}).attached()
         assert agent.ask("instance") == here.watchdog().watchdog
     finally:
         os.unlink(once)

@@ -33,7 +33,7 @@ from elastic_reshard.watchdog.runtime import (
     started,
 )
 from elastic_reshard.watchdog.start import HostConfig
-from tests.watchdog.world import until
+from tests.watchdog.world import bystander, fork_behind_our_back, until
 
 
 def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +70,30 @@ def test_a_lock_is_one_holders_and_passes_to_a_child(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(first.fd,))
     first.sign()
     assert second.holder() == (os.getpid(), started(os.getpid()))
-    first.release()
+    first.close()
     assert not second.take(), "the child holds it"
     with child:
         child.kill()
     assert second.take()
     second.clear()
     assert second.holder() is None
+    second.release()
+
+
+def test_a_forked_bystander_holds_no_lock(tmp_path: Path) -> None:
+    """A child that Python forks closes its copy; what C forked keeps it, and is not asked when the lock is given back."""
+    first, second = Lock(tmp_path / "l"), Lock(tmp_path / "l")
+    assert first.take()
+    with bystander(os.fork):
+        first.close()
+        until(second.take, why="the fork has closed its copy")
+    with bystander(fork_behind_our_back):
+        second.close()
+        assert not first.take()
+    assert first.take()
+    with bystander(fork_behind_our_back):
+        first.release()
+        assert second.take()
     second.release()
 
 

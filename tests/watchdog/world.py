@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
 import mmap
@@ -254,6 +255,25 @@ class Local:
             return read(held.fd, held.table)
         finally:
             os.close(held.fd)
+
+
+def fork_behind_our_back() -> int:
+    """As a library in C forks: what Python does in forked children is not done."""
+    return int(ctypes.PyDLL(None).fork())
+
+
+@contextmanager
+def bystander(fork: Callable[[], int]) -> Iterator[int]:
+    """A forked child that sleeps, with copies of all our descriptors, as a data loader's worker would be."""
+    pid = fork()
+    if pid == 0:
+        while True:
+            ctypes.PyDLL(None).pause()
+    try:
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def memory(start: int, count: int) -> tuple[str, int]:
