@@ -410,8 +410,9 @@ async def _serve(settings: dict[str, Any], lock: Lock) -> None:
     service = Service(settings, Deadlines(**settings["deadlines"]))
     service.loop.set_exception_handler(service.failed)
     hook("watchdog.forked")
-    service.listen()
+    # Before anybody can read who we are: whoever drains the host sends SIGTERM to each new watchdog at once.
     service.loop.add_signal_handler(signal.SIGTERM, service.drain)
+    service.listen()
     lock.clear()
     lock.release()
     uplink = asyncio.create_task(service.uplink.run())

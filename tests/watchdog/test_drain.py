@@ -194,6 +194,24 @@ def test_a_watchdog_that_is_replaced_meanwhile_drains_too(here: World) -> None:
     assert here.running() is None
 
 
+def test_a_watchdog_that_has_just_begun_to_listen_drains_too(
+    here: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    monkeypatch.setenv("ELASTIC_RESHARD_TEST_HOOKS", f'{{"watchdog.listening": {{"wait": "{go}"}}}}')
+
+    def ask() -> None:
+        until(Path(f"{go}.reached").exists, 20.0)
+        os.kill(here.watchdog().pid, signal.SIGTERM)
+        go.touch()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with pytest.raises(JoinRefused, match="being drained"):
+        here.local().open()
+    asking.join()
+
+
 def test_what_is_written_down_holds_until_its_time_is_over(here: World) -> None:
     paths = here.paths()
     paths.folder.mkdir(exist_ok=True)
