@@ -35,7 +35,7 @@ __all__ = ["ANSWER", "PRELOAD", "WORK", "Birth", "Born", "Nursery", "NurseryConf
 
 _log = logger("nursery")
 WORK: Final = "elastic_reshard.mover.work:Worker"
-PRELOAD: Final = ("torch", "elastic_reshard.transport")
+PRELOAD: Final = ("torch", "elastic_reshard.transport", "elastic_reshard.mover.libraries")
 _PACKET: Final = 1 << 16
 ANSWER: Final = 2.0  # seconds in which a nursery answers; one that does not is frozen, and replaced
 _LOADING: Final = 30.0  # seconds without any work in which one that loads is ended by the next starter

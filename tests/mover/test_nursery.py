@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from elastic_reshard.errors import MembershipError, Unauthorized
 from elastic_reshard.mover import nursery
+from elastic_reshard.mover.libraries import load
 from elastic_reshard.mover.nursery import PRELOAD, WORK, NurseryConfig
 from elastic_reshard.protocol.processes import Lock, end_process, started
 from tests.mover.place import Place
@@ -48,10 +50,23 @@ def test_the_real_one_has_no_threads_and_forks_at_once(place: Place) -> None:
     assert len(os.listdir(f"/proc/{pid}/task")) == 1
     assert "torch" in Path(f"/proc/{pid}/maps").read_text()
     assert born.seconds < 1.0
+    for process in (pid, born.pid):
+        maps = Path(f"/proc/{process}/maps").read_text()
+        for library in ("cuda.bindings.driver", "cuda.bindings.nvrtc", "nccl.bindings.nccl"):
+            there = find_spec(library.partition(".")[0]) is not None
+            assert (f"/{library.replace('.', '/')}." in maps) == there, f"{library} is loaded before movers are forked"
     until(lambda: any("mover status" in f for f in open_files(born.pid)))
     files = sorted(f.rpartition("/")[2] for f in open_files(born.pid))
     own = ["anon_inode:[eventfd]", "memfd:mover status (deleted)", "memfd:mover status (deleted)", "null"]
     assert files == sorted([*own, "~nursery.log", "~nursery.log"]), "nothing of the nursery is open in it"
+
+
+def test_libraries_that_are_missing_or_broken_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_library.py").write_text("raise RuntimeError('cannot find libnccl.so.2')")
+    (tmp_path / "sound_library.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = load(["no_such.core", "broken_library", "sound_library", "sound_library.m2n"])
+    assert found == ["sound_library"]
 
 
 def test_it_is_nobodys_child_and_several_share_it(place: Place) -> None:
