@@ -82,5 +82,5 @@ def test_a_model_of_the_catalog_call_by_call(blocking: bool) -> None:
     setup = GpuSetup("tiny", gpus=4 if _GPUS >= 4 else 1)
     layouts, _ = model_layouts(setup)
     with Ranks(2 * setup.half, setup.gpus) as ranks:
-        found = gpu_m2n._m2n(ranks, setup, layouts, grouped=False, blocking=blocking)
+        found = gpu_m2n._m2n(ranks, setup, layouts, lambda _: None, grouped=False, blocking=blocking)
     assert found["wrong"] == []
