@@ -37,6 +37,8 @@ class Deadlines:
     connect: one attempt to connect. proof_of_death: SIGKILL until the end is seen.
     orphan_hold: how long what a dead process left is kept for somebody who may need it.
     reregister: how long a restarted supervisor judges nobody.
+    forget: how long nothing is heard of the hosts of a whole group, until the group is forgotten if nothing in its arenas is
+    needed. Who comes back later joins anew, as it would have to in any case.
     drain: how long the members of a host have to leave when its watchdog gets SIGTERM; Kubernetes' own grace is 30 s.
     """
 
@@ -54,6 +56,7 @@ class Deadlines:
     proof_of_death: float = 2.0
     orphan_hold: float = 30.0
     reregister: float = 6.0
+    forget: float = 600.0
     drain: float = 25.0
 
     def __post_init__(self) -> None:
@@ -71,6 +74,8 @@ class Deadlines:
             )
         if self.reregister < self.evict:
             faults.append(f"reregister ({self.reregister}) must not be less than evict ({self.evict})")
+        if self.forget < self.evict:
+            faults.append(f"forget ({self.forget}) must not be less than evict ({self.evict})")
         if faults:
             raise ProtocolError("deadlines that cannot work: " + "; ".join(faults))
 

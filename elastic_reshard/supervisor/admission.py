@@ -238,7 +238,9 @@ def _count_alike(draft: Draft, group: Group, members: list[Member]) -> bool:
     if group.adopting != ids:
         draft.groups[group.doc.name] = replace(group, adopting=ids)
         draft.durable = True
-        draft.change_group(group.doc.name, count_from=next_era(group.doc.count_from))
+        # Above what they counted before, should the group have been forgotten meanwhile: nothing is minted twice.
+        before = max((m.said.count_from for m in members if m.said is not None), default=0)
+        draft.change_group(group.doc.name, count_from=next_era(max(group.doc.count_from, before)))
     count_from = draft.groups[group.doc.name].doc.count_from
     return all(m.said is not None and m.said.count_from == count_from for m in members)
 

@@ -86,6 +86,7 @@ def restore(job: Job, told: Told, weight_version: int, now: float) -> Job:
             until,
             gone=doc.state in (MemberState.ORPHANED, MemberState.LOST),
             leave_by=until + doc.leave_within if doc.leave_within is not None else None,
+            since=now,
         )
         for name, doc in told.members.items()
         if doc is not None

@@ -5,6 +5,7 @@ What is missing here on purpose: a way back from LOST, and any way to CURRENT.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from elastic_reshard.protocol.base import fitting
@@ -28,7 +29,8 @@ def become(draft: Draft, member: Member, state: MemberState, reason: str = "") -
     if took_part and state not in (MemberState.LIVE, MemberState.LEAVING):
         draft.epoch_ended = draft.durable = True
     draft.durable |= state in (MemberState.ORPHANED, MemberState.LOST, MemberState.FORFEIT)
-    draft.put_member(replace(member, doc=member.doc.model_copy(update={"state": state, "reason": fitting(reason)})))
+    doc = member.doc.model_copy(update={"state": state, "reason": fitting(reason)})
+    draft.put_member(replace(member, doc=doc, since=draft.now))
 
 
 def out(draft: Draft, member: Member, reason: str) -> None:
@@ -177,7 +179,7 @@ def tick(draft: Draft) -> None:
             member = draft.members[member.doc.id]
             if member.present:
                 become(draft, member, MemberState.FORFEIT, "its host's watchdog does not know it")
-            else:
+            elif member.doc.state in _OUT:  # one that is FORFEIT may still come back: nobody has seen its end
                 draft.put_member(replace(member, gone=True))
         if member.leave_by is not None and draft.now >= member.leave_by and member.present:
             draft.put_member(replace(member, leave_by=None))
@@ -215,6 +217,17 @@ def _has_seat(draft: Draft, member: Member) -> bool:
     return group is not None and group.doc.seats(member.doc.id, member.doc.rank)
 
 
+def _vanished(draft: Draft, held: Sequence[Member]) -> bool:
+    """Whether the hosts of all members that might still live were given up so long ago that nobody expects them."""
+    if not all(m.doc.state in (*_OUT, MemberState.FORFEIT) for m in held) or draft.now < draft.judge_from:
+        return False
+    recent = any(
+        m.doc.state is MemberState.FORFEIT and draft.now - m.since < draft.deadlines.forget - draft.deadlines.evict
+        for m in held
+    )
+    return not recent and not any(draft.in_use(m.doc.id) for m in held)
+
+
 def clear(draft: Draft) -> None:
     """Drop what nobody needs: orphans whose arenas are in no use, members without a seat, groups without members."""
     for member in list(draft.members.values()):
@@ -231,7 +244,7 @@ def clear(draft: Draft) -> None:
     }
     for name, group in list(draft.groups.items()):
         held = [m for _, m in draft.group_members(group)]
-        if name not in owed and all(m.doc.state in _OUT for m in held):
+        if name not in owed and (all(m.doc.state in _OUT for m in held) or _vanished(draft, held)):
             draft.durable = True
             draft.drop_group(name)
             draft.log("group.gone", group=name)

@@ -55,7 +55,7 @@ class Host:
 class Member:
     """One incarnation. said: None if it was not heard in this term. vouched_by: when its host's watchdog must have named it
     at the latest; None once it did. gone: its process has ended; kept: its arenas have not. by_drain: it was asked to leave
-    because its host is drained."""
+    because its host is drained. since: when its state last changed, as far as this term knows."""
 
     doc: MemberDoc
     said: Statement | None = None
@@ -64,6 +64,7 @@ class Member:
     kept: bool = True
     leave_by: float | None = None
     by_drain: bool = False
+    since: float = 0.0
 
     @property
     def present(self) -> bool:

@@ -86,7 +86,13 @@ def test_the_highest_term_is_obeyed(old: list[dict[str, Any]], new: list[dict[st
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"evict": 2.9}, {"watchdog_silent": 0.9}, {"reregister": 4.0}, *({f.name: 0.0} for f in fields(Deadlines))],
+    [
+        {"evict": 2.9},
+        {"watchdog_silent": 0.9},
+        {"reregister": 4.0},
+        {"forget": 4.0},
+        *({f.name: 0.0} for f in fields(Deadlines)),
+    ],
 )
 def test_deadlines_that_cannot_work_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ProtocolError, match=next(iter(wrong))):

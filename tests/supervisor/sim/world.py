@@ -119,7 +119,7 @@ class World:
         self.clock.still = still
         rng = self.rng = self.clock.rng
         self.hosts = [f"h{n}" for n in range(hosts or rng.choice([1, 1, 2, 2, 3, 4]))]
-        self.deadlines = Deadlines(orphan_hold=30.0 if len(self.hosts) == 1 else 10.0)
+        self.deadlines = Deadlines(orphan_hold=30.0 if len(self.hosts) == 1 else 10.0, forget=6.0)
         self.network = Network(self)
         self.policies = Policies(late_after=5.0, gather_window=1.0, install=6.0, min_groups=rng.choice([0, 1, 1, 1, 2]),
                                  max_lag=rng.choice([None, None, None, 0, 2]))  # fmt: skip
