@@ -263,7 +263,6 @@ def _welcome(draft: Draft, group: Group, members: list[Member], answer: Examined
     for member in newcomers:
         become(draft, member, MemberState.LIVE)
     draft.epoch_ended |= bool(newcomers)
-    draft.admitted = draft.now
     draft.durable = True
     changes = {
         "members": ids, "whole": True, "fragments": answer.fragments, "source_layout": answer.source_layout,

@@ -10,9 +10,7 @@ from elastic_reshard.supervisor.holdings import behind, has_all, lacking, reacha
 from elastic_reshard.supervisor.parties import can_land
 from elastic_reshard.supervisor.state import Draft, Group, Publication, Transfer
 
-__all__ = ["everybody", "gathers", "next_groups", "waits_beside"]
-
-_MOMENT = 1.0  # seconds
+__all__ = ["everybody", "next_groups", "waits_beside"]
 
 
 def everybody(draft: Draft) -> frozenset[str]:
@@ -52,24 +50,6 @@ def waits_beside(draft: Draft, transfer: Transfer) -> bool:
         and not served.issuperset(_in_want(draft, group, publication))
         for group in draft.groups.values()
     )
-
-
-def gathers(draft: Draft, publication: Publication) -> bool:
-    """Whether a group that was just admitted may have memory to land in within a moment: it goes with the others then, which
-    costs less than a transfer of its own. Not counted from the publication's begin: who never lands holds up nobody again."""
-    if draft.admitted is None or draft.now - draft.admitted >= _MOMENT:
-        return False
-    return any(_lands_soon(draft, group, publication) for group in draft.groups.values())
-
-
-def _lands_soon(draft: Draft, group: Group, publication: Publication) -> bool:
-    doc = group.doc
-    if "destination" not in doc.roles or not doc.whole or doc.destination_layout is None:
-        return False
-    if behind(draft, group, publication.doc) or draft.fit(publication.doc.layout, doc.destination_layout) != "":
-        return False
-    wanted = [draft.members[m].said for m in _in_want(draft, group, publication)]
-    return any(said is not None and said.landing is None for said in wanted)
 
 
 def _in_want(draft: Draft, group: Group, publication: Publication) -> list[str]:

@@ -160,7 +160,6 @@ class Job:
     others wait for no more. tried: (publication, stalls, epochs in a row without a new cell). given_up: (publication, group)
     that can't have it from those reachable then, and until when that is not tried again. alone: a publication whose groups
     are served one by one. lateness: how often a group was left behind since it last had what was committed.
-    admitted: when a group was admitted last, in this term.
     grown: grows that are over, oldest first. drained: hosts that are to be empty, and the seconds that members there are given.
     started_with: the policies before anybody changed them.
     """
@@ -202,7 +201,6 @@ class Job:
     settled: float | None = None  # when everything was looked at last; None: something is pending
     judge_from: float = 0.0
     recover_from: int = 0
-    admitted: float | None = None
 
 
 class Draft:
@@ -226,7 +224,7 @@ class Draft:
         self.suspended, self.tried, self.serial, self.growing = job.suspended, job.tried, job.serial, job.growing
         self.grown, self.drained = job.grown, dict(job.drained)
         self.fits, self.matching, self.waiting = dict(job.fits), set(job.matching), list(job.waiting)
-        self.judge_from, self.recover_from, self.admitted = job.judge_from, job.recover_from, job.admitted
+        self.judge_from, self.recover_from = job.judge_from, job.recover_from
         self.durable = self.epoch_ended = False
         self.settled = job.settled
         self.heard: dict[str, dict[str, int]] = {}
@@ -390,8 +388,7 @@ class Draft:
             groups=self.groups, publications=self.publications, hosts=self.hosts, fits=self.fits,
             matching=frozenset(self.matching), waiting=tuple(self.waiting), stepped=self.now,
             settled=self.settled, judge_from=self.judge_from,
-            recover_from=self.recover_from, admitted=self.admitted,
-            transfers=self.transfers, movers=self.movers, ledgers=self.ledgers,
+            recover_from=self.recover_from, transfers=self.transfers, movers=self.movers, ledgers=self.ledgers,
             slow=frozenset(self.slow), given_up=self.given_up, alone=self.alone,
             lateness=self.lateness, suspended=self.suspended, tried=self.tried,
             serial=self.serial, growing=self.growing, grown=self.grown, drained=self.drained,

@@ -29,7 +29,7 @@ from elastic_reshard.supervisor.lateness import (
 from elastic_reshard.supervisor.networks import choose
 from elastic_reshard.supervisor.parties import compose
 from elastic_reshard.supervisor.publishing import abandon
-from elastic_reshard.supervisor.queue import everybody, gathers, next_groups, waits_beside
+from elastic_reshard.supervisor.queue import everybody, next_groups, waits_beside
 from elastic_reshard.supervisor.state import Draft, Publication, Suspended, Transfer
 from elastic_reshard.supervisor.unproved import in_vain, loose, not_back
 
@@ -407,7 +407,7 @@ def _give_up(draft: Draft, publication: str, groups: Iterable[str], why: str) ->
 
 def _begin(draft: Draft) -> None:
     publication, groups = next_groups(draft, everybody(draft))
-    if publication is None or not groups or gathers(draft, publication):
+    if publication is None or not groups:
         return
     held = draft.suspended
     if held is not None and held.publication != publication.doc.id:

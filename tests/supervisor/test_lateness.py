@@ -16,7 +16,7 @@ def test_who_was_left_behind_any_number_of_times_gives_way_to_the_next_version(t
     for line in [
         "host a ; host b ; host c ; policies late_after=4",
         "join t-0 t 0/1 source host=a ; join e-0 e 0/1 destination host=b ; join f-0 f 0/1 destination host=c",
-        "tick 1 ; lands f-0 ; publish t-0 one ; mover t-0,f-0 ready ; mover t-0,f-0 running ; holds f-0 p1.1",
+        "lands f-0 ; publish t-0 one ; mover t-0,f-0 ready ; mover t-0,f-0 running ; holds f-0 p1.1",
         "mover t-0,f-0 out done ; tick 4 ; lands e-0 ; mover e-0,f-0 ready ; mover e-0,f-0 running",
     ]:
         stage.say(line)
@@ -58,26 +58,3 @@ def test_who_is_not_in_the_transfer_in_hand_waits_for_it_no_longer_than_late_aft
     assert stage.job.committed == "p1.1"
     assert stage.now - stage.job.publications["p1.1"].begun <= 22
     assert stage.job.lateness == {"e": 1}
-
-
-def test_who_was_just_admitted_is_given_a_moment_to_have_memory_and_never_again() -> None:
-    stage = Stage()
-    for line in [
-        "host a ; host b ; host c ; host d",
-        "join t-0 t 0/1 source host=a ; join e-0 e 0/1 destination host=b ; join f-0 f 0/1 destination host=c",
-        "lands e-0 ; publish t-0 one",
-    ]:
-        stage.say(line)
-    assert not stage.job.transfers
-    stage.say("tick 0.5 ; lands f-0")
-    (together,) = stage.job.transfers.values()
-    assert [party.group for party in together.doc.destinations] == ["e", "f"]
-    stage.say("mover t-0,e-0,f-0 ready ; mover t-0,e-0,f-0 running ; holds e-0 p1.1 ; holds f-0 p1.1")
-    stage.say("mover t-0,e-0,f-0 out done ; join g-0 g 0/1 destination host=d ; publish t-0 two")
-    assert not stage.job.transfers
-    stage.say("tick 1")
-    (without,) = stage.job.transfers.values()
-    assert [party.group for party in without.doc.destinations] == ["e", "f"]
-    stage.say("mover t-0,e-0,f-0 ready ; mover t-0,e-0,f-0 running ; holds e-0 p2.1 ; holds f-0 p2.1")
-    stage.say("mover t-0,e-0,f-0 out done ; tick 31 ; publish t-0 three")
-    assert [t.doc.publication for t in stage.job.transfers.values()] == ["p3.1"]
