@@ -119,9 +119,11 @@ def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from its state on; none if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # A zombie is its first thread; another that hangs in the kernel still has the memory, and may write to it.
+        ended = fields[0] == "X" or (fields[0] == "Z" and len(os.listdir(f"/proc/{pid}/task")) <= 1)
     except (FileNotFoundError, ProcessLookupError):
         return []
-    return [] if fields[0] in "ZX" else fields
+    return [] if ended else fields
 
 
 def end_process(pid: int, start: int, within: float) -> bool:

@@ -289,7 +289,7 @@ class Journal:
         if type(error) is sqlite3.DatabaseError:
             return ProtocolError(
                 f"journal {self.path} is no journal, or is damaged: {error}. Move it away and start with "
-                "--recover-from-members N, N being the number of members of the job (0 for a new job)"
+                "--recover-from-members N, N being the number of members of the job that live (0 for a new job)"
             )
         return ProtocolError(
             f"journal {self.path} cannot be read or written: {error}. Nothing was told that is not on disk; free the disk "

@@ -186,21 +186,21 @@ def test_what_was_forgotten_is_said() -> None:
 
 
 def test_time_that_the_reader_takes_is_no_silence_of_the_supervisor() -> None:
-    follower, broken = Follower("http://x", 0, None, 0.1), ConnectionError("broken")
+    follower, broken = Follower("http://x", 0, None, 1.0), ConnectionError("broken")
     page = Record("i").page(0, 10).model_dump_json()
     for _ in range(2):
         list(follower.read(page))
-        time.sleep(0.15)  # the reader is busy with what it was told
+        time.sleep(1.2)  # the reader is busy with what it was told
         assert follower.left > 0
-        assert 0 < follower.broke(broken) <= 0.05
-    time.sleep(0.15)
+        assert 0 < follower.broke(broken) <= 0.5
+    time.sleep(1.2)
     assert "http" not in follower.address
-    with pytest.raises(SupervisorUnreachable, match=r"told no events for 0\.1 s: ConnectionError: broken"):
+    with pytest.raises(SupervisorUnreachable, match=r"told no events for 1 s: ConnectionError: broken"):
         follower.broke(broken)
     # Silence counts from its beginning, not from the connection's end.
     list(follower.read(page))
     assert follower.left > 0
-    time.sleep(0.15)
+    time.sleep(1.2)
     with pytest.raises(SupervisorUnreachable):
         follower.broke(broken)
 
