@@ -97,7 +97,10 @@ class MemberCore:
         if isinstance(said, Told):
             if not self.view.apply(said):
                 return False
-            self.farewell = None  # of an earlier connection, or of a supervisor that another has taken over from
+            # Of an earlier connection, or of a supervisor that another has taken over from. One that ends a job may still be
+            # reached for a moment by a watchdog that connects again, and what that tells does not begin the job anew.
+            if not (self.over and self.farewell is not None and self.farewell.instance == said.instance):
+                self.farewell = None
             self._learn()
             return True
         if not self.view.obeys(said.term, said.instance):
@@ -164,7 +167,7 @@ class MemberCore:
     @property
     def out(self) -> str:
         """Why this member takes no part any more; "" while it does or may."""
-        if self.farewell is not None and self.farewell.over:
+        if self.over:
             return "its job is over"
         doc = self.me
         if doc is not None and doc.state in (MemberState.LOST, MemberState.ORPHANED, MemberState.REFUSED):
@@ -175,7 +178,12 @@ class MemberCore:
     def parting(self) -> bool:
         """Whether its end is its own, or known to it: it leaves, was asked to, or its job is over."""
         asked = self.me is not None and self.me.leave_within is not None
-        return self.leaving or asked or (self.farewell is not None and self.farewell.over)
+        return self.leaving or asked or self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether its job is: nobody takes note of anything any more."""
+        return self.farewell is not None and self.farewell.over
 
     def missing(self) -> list[str]:
         """Ranks of the group that are not there, with the last known member of each."""

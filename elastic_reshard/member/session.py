@@ -243,7 +243,12 @@ class Member:
             )
 
         with self._desk.changed:
-            self._desk.wait(admitted, deadline, late)
+            try:
+                self._desk.wait(admitted, deadline, late)
+            except NotAMember:
+                if self._desk.link is not None and self._desk.link.failure is not None:
+                    raise self._desk.link.failure from None
+                raise
         _log.info("member.joined", member=core.member, epoch=core.view.membership_epoch, term=core.view.term)
 
     # -- what a user calls
@@ -286,9 +291,10 @@ class Member:
         """Copy this rank's tensors into a free slot and offer them. Every rank of the gang calls it for the same steps, with
         the same label. Returns after the local copy; the version lives on from then even if this process dies.
 
-        label: opaque, may repeat or go back. Without one the ranks' calls are paired by their number, those that raised
-            included, and one that is repeated is another; needed once a rank was replaced while others went on, or a call
-            failed on some ranks only. extras: a small JSON-ready dict that travels along (rank 0's counts).
+        label: opaque; names the step. It may go back and come again later, but steps in a row have labels of their own: a
+            call with the label of the one that failed before it is that one again. Without one the ranks' calls are paired by
+            their number, those that raised included, and one that is repeated is another; needed once a rank was replaced
+            while others went on, or a call failed on some ranks only. extras: a small JSON-ready dict that travels along (rank 0's counts).
         Blocks for the copy, and at most `timeout` seconds for a free slot. Raises SlotsBusy (naming who holds them),
         LayoutError (a changed layout that cannot be served; nothing was copied), ProtocolError (extras; no label where one is
         needed), NotAMember.
@@ -391,7 +397,8 @@ class Member:
         supervisor has taken note, at most `deadline` seconds, and 1 s more to take leave of the host's watchdog; then this
         process is detached, whatever they said.
 
-        Raises RefitTimeout if the supervisor could not be told (it will find out by itself). May be called again."""
+        Raises RefitTimeout if the supervisor could not be told (it will find out by itself); nothing, if it is no member any
+        more. May be called again."""
         if self._desk.link is None:
             return
         core = self._desk.core
@@ -399,7 +406,8 @@ class Member:
 
         def noted() -> bool | None:
             doc = core.me
-            return True if doc is None or doc.state not in (MemberState.LIVE, MemberState.LEAVING) else None
+            gone = doc is None or doc.state not in (MemberState.LIVE, MemberState.LEAVING)
+            return True if gone or core.over else None
 
         try:
             with self._desk.changed:

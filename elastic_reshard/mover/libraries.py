@@ -29,7 +29,7 @@ def load(names: Sequence[str] = LIBRARIES) -> list[str]:
                 found.append(name)
         except ModuleNotFoundError:
             continue  # find_spec imports a name's parents
-        except (ImportError, OSError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - a library of another version raises what it likes; gloo needs none
             _log.warning("nursery.library_broken", library=name, why=str(error))
     return found
 

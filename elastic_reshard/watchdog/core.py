@@ -56,7 +56,7 @@ class House:
         self.expected: set[str] = set()
         self.connected = False
         self.over = False
-        self._attached_ever = False
+        self._visited = False  # a member has come, be it to be turned away from a host that is drained
         self._orderly = False  # the last to go went on purpose
         self._empty_since = now
         self._current = False  # a snapshot was heard on this connection
@@ -85,6 +85,7 @@ class House:
         name = statement.member
         known = self.members.get(name)
         if self.drain_until is not None and known is None and name not in self.expected:
+            self._visited = True
             return f"host {self.host} is being drained; join on another host"
         if statement.host != self.host:
             return f"it states host {statement.host}, but this is the watchdog of {self.host}"
@@ -94,7 +95,7 @@ class House:
             known = self.members[name] = Guest()
         known.away_since, known.settled, known.own = None, False, set()
         self.expected.discard(name)
-        self._attached_ever = True
+        self._visited = True
         self.state(name, statement, raw)
         return ""
 
@@ -333,8 +334,10 @@ class House:
         empty = now - self._empty_since
         if self.over:
             return "the job is over"
-        if not self._attached_ever:
-            return "no member has come" if empty >= 2 * self.deadlines.connect else ""
+        if self._awaits(now):
+            return ""
+        if not self._visited:
+            return "no member has come"
         if self._at_work():
             return ""
         if self._orderly and not self._away():
@@ -345,8 +348,13 @@ class House:
         # A beat later than the supervisor leaves them out, so that it is who decides.
         if now >= until + self.deadlines.beat:
             return "it was told to drain the host, and the time for it is over"
-        there = any(m.ended is None for m in self.members.values()) or self.expected
+        # Who started it is told that the host is drained; if it were gone by then, another one would be started.
+        there = any(m.ended is None for m in self.members.values()) or self.expected or self._awaits(now)
         return "" if there or self._at_work() else "it was told to drain the host, and nobody is left"
+
+    def _awaits(self, now: float) -> bool:
+        """Whether whoever started it is still to come."""
+        return not self._visited and now - self._empty_since < 2 * self.deadlines.connect
 
     def _at_work(self) -> bool:
         """Whether a transfer needs what those who are gone have here: as long as the supervisor says so, and it is heard."""

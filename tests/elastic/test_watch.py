@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -60,8 +61,10 @@ def test_watch_ends_quietly_for_who_goes_and_says_so_to_who_was_put_out(tmp_path
         assert late.kinds == ["leave"]
         supervisor.close(over=True)
         assert stays.end() == "", "the job is over"
+        began = time.monotonic()
         for one in (put_out, late, stays):
             one.member.leave()
+        assert time.monotonic() - began < 15.0, "of a job that is over nobody takes note"
         assert [one.end() != "" for one in (put_out, leaves, late, stays)] == [True, False, False, False]
     until(lambda: running(JOB, "h", tmp_path) is None, "its watchdog has gone", 10.0)
 

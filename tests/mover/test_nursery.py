@@ -63,9 +63,10 @@ def test_the_real_one_has_no_threads_and_forks_at_once(place: Place) -> None:
 
 def test_libraries_that_are_missing_or_broken_cost_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_library.py").write_text("raise RuntimeError('cannot find libnccl.so.2')")
+    (tmp_path / "unlike_library.py").write_text("raise ValueError('numpy.dtype size changed')")
     (tmp_path / "sound_library.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
-    found = load(["no_such.core", "broken_library", "sound_library", "sound_library.m2n"])
+    found = load(["no_such.core", "broken_library", "unlike_library", "sound_library", "sound_library.m2n"])
     assert found == ["sound_library"]
 
 

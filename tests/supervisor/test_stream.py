@@ -142,8 +142,8 @@ def test_a_follower_ends_when_its_time_is_over(start: Start) -> None:
     supervisor = start()
     with SupervisorClient(supervisor.url, supervisor.token) as client:
         began = time.monotonic()
-        assert [e.event for e in client.follow(seconds=0.4)] == ["supervisor.started"]
-        assert 0.35 < time.monotonic() - began < 5
+        assert [e.event for e in client.follow(seconds=2.0)] == ["supervisor.started"]
+        assert 1.9 < time.monotonic() - began < 10
         assert [e.number for e in client.follow(1, seconds=0.1)] == []
 
 

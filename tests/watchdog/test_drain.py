@@ -72,6 +72,18 @@ def test_it_goes_when_nobody_is_left_and_a_beat_after_its_time_in_any_case() -> 
     assert "nobody is left" in made.departure(15.0)
 
 
+def test_it_waits_for_who_started_it() -> None:
+    """Gone by then, it would be replaced by one that nobody told to drain the host."""
+    made = house()
+    made.drain(20.0, 0.0)
+    assert made.departure(2 * D.connect - 0.1) == ""
+    assert "drained" in attach(made, N)
+    assert "nobody is left" in made.departure(2 * D.connect - 0.1)
+    made = house()
+    made.drain(20.0, 0.0)
+    assert "nobody is left" in made.departure(2 * D.connect)
+
+
 # -- as it happens
 
 
