@@ -294,7 +294,8 @@ class Member:
         label: opaque; names the step. It may go back and come again later, but steps in a row have labels of their own: a
             call with the label of the one that failed before it is that one again. Without one the ranks' calls are paired by
             their number, those that raised included, and one that is repeated is another; needed once a rank was replaced
-            while others went on, or a call failed on some ranks only. extras: a small JSON-ready dict that travels along (rank 0's counts).
+            while others went on, or a call failed on some ranks only. extras: a small JSON-ready dict that travels along
+            (rank 0's counts).
         Blocks for the copy, and at most `timeout` seconds for a free slot. Raises SlotsBusy (naming who holds them),
         LayoutError (a changed layout that cannot be served; nothing was copied), ProtocolError (extras; no label where one is
         needed), NotAMember.
