@@ -132,14 +132,25 @@ def _ready(draft: Draft, group: Group, era: EraDoc) -> tuple[int, dict[int, tupl
         waited = group.first_ready[0] == seq and draft.now - group.first_ready[1] >= draft.policies.gather_window
         if (alone or waited) and draft.covers(era.layout, frozenset(ready)):
             return seq, ready
-    if len(unlike) > 1 and era is group.doc.eras[-1]:
+    unlike = unlike if len(unlike) > 1 else _apart(offers, era)
+    if unlike and era is group.doc.eras[-1]:
         _count_anew(draft, draft.groups[group.doc.name], unlike)
     return None
 
 
+def _apart(offers: dict[int, dict[int, tuple[Member, Fill]]], era: EraDoc) -> dict[int, tuple[Member, Fill]]:
+    """The newest that each rank offers, if it is one step by its label and no rank's number is another's: numbers of ranks that
+    heard of a new count at steps of their own may never meet."""
+    newest = {rank: found for seq in sorted(offers) for rank, found in offers[seq].items()}
+    fills = [fill for _, fill in newest.values()]
+    labels, numbers = {fill.label for fill in fills}, {fill.seq for fill in fills}
+    alike = len(fills) == len(era.members) and len(labels) == 1 and None not in labels
+    return newest if alike and len(numbers) > 1 else {}
+
+
 def _count_anew(draft: Draft, group: Group, ready: dict[int, tuple[Member, Fill]]) -> None:
-    """One number under two labels, or without one after a call that failed on some ranks only: they do not count alike, and
-    would not by themselves ever again. What they offer is given up, and all begin to count from the same number; as each
+    """One number under two labels, one label under two numbers, or no label after a call that failed on some ranks only: they do
+    not count alike, and would not by themselves ever again. What they offer is given up, and all begin to count from the same number; as each
     hears of it at another step, labels are needed from now on."""
     said = ", ".join(f"{m.doc.id} {'without a label' if f.label is None else repr(f.label)}" for m, f in ready.values())
     start = next_era(group.doc.count_from)
