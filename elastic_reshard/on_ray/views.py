@@ -16,6 +16,7 @@ from elastic_reshard.supervisor.client import SupervisorClient
 __all__ = ["Looked", "asked_of", "broken_of", "end_of", "held_of", "look", "whole_of"]
 
 _PRESENT: Final = (MemberState.JOINING, MemberState.LIVE, MemberState.LEAVING)
+_OUT: Final = (MemberState.ORPHANED, MemberState.LOST)
 _LEFT: Final = "left"  # the supervisor's reason for who left by itself
 
 
@@ -41,7 +42,7 @@ def look(client: SupervisorClient, workers: Mapping[str, Worker], crews: Mapping
     growth = client.growing()
     of = {name: {m for m, w in workers.items() if w.actor and w.actor in actors} for name, actors in crews.items()}
     grow = (growth.name, growth.groups, growth.members) if growth is not None and not growth.done else None
-    whole, held = whole_of(groups, of), held_of(growth, groups, of)
+    whole, held = whole_of(groups, of), held_of(growth, groups, members, crews)
     return Looked(whole, asked_of(members, of, drained), grow, drained, held, broken_of(members, of, whole))
 
 
@@ -52,21 +53,27 @@ def whole_of(groups: Mapping[str, GroupDoc], of: Mapping[str, set[str]]) -> froz
     )
 
 
-def held_of(growth: Growth | None, groups: Mapping[str, GroupDoc], of: Mapping[str, set[str]]) -> frozenset[str]:
-    """Groups whose present attempt is complete, and is held by this grow until the others are there."""
+def held_of(
+    growth: Growth | None, groups: Mapping[str, GroupDoc], members: Mapping[str, MemberDoc], names: Collection[str]
+) -> frozenset[str]:
+    """Groups that are complete, and are held by this grow until the others are there. names: groups that have an attempt now:
+    whose members these are is not asked, for Ray is told of a member when it is admitted."""
     ready = set(growth.ready) - set(growth.admitted) if growth is not None and not growth.done else set()
-    return frozenset(name for name in ready & of.keys() & groups.keys() if set(groups[name].members) <= of[name])
+    return frozenset(
+        name
+        for name in ready & set(names) & groups.keys()
+        if all(m in members and members[m].state is MemberState.JOINING for m in groups[name].members)
+    )
 
 
 def broken_of(members: Mapping[str, MemberDoc], of: Mapping[str, set[str]], whole: Collection[str]) -> frozenset[str]:
-    """Groups of which a member was put out, and none has come in its place. Who left by itself may have more to do outside the
-    job, and who is only out of reach may come back."""
+    """Groups of which a member was put out, whatever it held is of use or not, and none has come in its place. Who left by
+    itself may have more to do outside the job, and who is only out of reach may come back."""
+    there = {(doc.group, doc.rank) for doc in members.values() if doc.state in _PRESENT}
     found = set()
     for name in of.keys() - set(whole):
         docs = [members[m] for m in of[name] if m in members]
-        there = {doc.rank for doc in docs if doc.state in _PRESENT}
-        out = {doc.rank for doc in docs if doc.state is MemberState.LOST and doc.reason != _LEFT}
-        if out - there:
+        if {(name, doc.rank) for doc in docs if doc.state in _OUT and doc.reason != _LEFT} - there:
             found.add(name)
     return frozenset(found)
 
