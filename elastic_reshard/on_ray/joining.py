@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-import ray
 import tenacity
 
-from elastic_reshard.errors import ReshardError, SupervisorUnreachable
+from elastic_reshard.errors import SupervisorUnreachable
 from elastic_reshard.log import logger
 from elastic_reshard.member import Group, Member
 from elastic_reshard.member import join as join_at
@@ -171,11 +170,13 @@ def _followed(path: Path) -> bool:
 
 def _follow(job: str, path: Path) -> None:
     """While somebody takes part here: write down where the supervisor is, if it has come back elsewhere."""
-    while _followed(path):
+    while True:
         time.sleep(_LOOK)
+        if not _followed(path):  # looked at before Ray is asked: it may be shut down as soon as the last has left
+            return
         try:
             url = str(cluster.told(address_key(job)).get("url", ""))
             if url:
                 _write(path, url)
-        except (ReshardError, ray.exceptions.RayError, OSError) as error:  # looked again in a moment
+        except Exception as error:  # noqa: BLE001 - Ray that was shut down raises anything, and may be there again soon
             _log.info("follow.blind", job=job, why=f"{type(error).__name__}: {error}")

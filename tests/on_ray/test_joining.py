@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,13 +26,15 @@ NODE = "ab" * 28
 
 @pytest.fixture
 def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[er.Supervisor]:
-    """It is found by its job's name, and where each member runs is kept in a dict."""
+    """It is found by its job's name. Nobody follows it any more when a test is over."""
+    monkeypatch.setattr(joining, "_LOOK", 0.02)
     with er.Supervisor.local(job=JOB, runtime=tmp_path, deadlines=QUICK) as running:
         found = on_ray.Found(JOB, running.url, running.token)
         monkeypatch.setattr(joining, "find", lambda job, timeout=0.0: found)
         monkeypatch.setattr(cluster, "here", lambda: cluster.Place(NODE, "127.0.0.1"))
         monkeypatch.setattr(cluster, "told", lambda key: {"url": running.url})
         yield running
+    until(lambda: followers() == 0, "who left is not followed for", 5.0)
 
 
 class Store:
@@ -46,11 +50,11 @@ class Store:
         self.members.add(key.rpartition("/")[2])
 
 
-def join(runtime: Path, name: str = "engine", deadline: float = 20.0) -> er.Member:
+def join(runtime: Path, name: str = "engine") -> er.Member:
     layout = er.ModelLayout({"w": er.TensorLayout((4,), "float32", er.Mesh.arange((1,)), (er.Replicate(),))})
     return on_ray.join(
         JOB, name=name, role="destination", group=er.Group(name, 1, 0), tensors={"w": torch.zeros(4)}, layout=layout,
-        runtime=runtime, deadline=deadline,
+        runtime=runtime, deadline=20.0,
     )  # fmt: skip
 
 
@@ -61,13 +65,15 @@ def followers() -> int:
 def test_a_member_of_which_ray_cannot_be_told_leaves_no_ghost(
     supervisor: er.Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store(failures=1)
+    store, vouch = Store(failures=1), joining._vouch
     monkeypatch.setattr(cluster, "keep", store.keep)
     with join(tmp_path, "other") as other, er.SupervisorClient(supervisor.url, supervisor.token) as client:
         assert store.members == {other.id}, "it was told again"
         store.failures = float("inf")
-        with pytest.raises(SupervisorUnreachable, match=r"engine@\w+: Ray could not be told .*control service is away"):
-            join(tmp_path, deadline=1.0)
+        with monkeypatch.context() as now:  # it has all the time to be admitted, and none after
+            now.setattr(joining, "_vouch", lambda job, member, end: vouch(job, member, time.monotonic() + 0.3))
+            with pytest.raises(SupervisorUnreachable, match=r"engine@\w+: Ray could not be told .*service is away"):
+                join(tmp_path)
         store.failures = 0
         with join(tmp_path) as member:  # of the same name
             assert store.members == {other.id, member.id}
@@ -79,7 +85,6 @@ def test_one_thread_follows_the_supervisor_for_all_who_join_here(
     supervisor: er.Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it writes is what Ray says last, whoever has written something older meanwhile; it ends with the last of them."""
-    monkeypatch.setattr(joining, "_LOOK", 0.02)
     monkeypatch.setattr(cluster, "keep", Store(failures=0).keep)
     with join(tmp_path, "one"), join(tmp_path, "two"):
         assert followers() == 1
@@ -94,3 +99,40 @@ def test_one_thread_follows_the_supervisor_for_all_who_join_here(
     until(lambda: written.read_text() == supervisor.url, "what Ray says is written again", 5.0)
     over.set()
     until(lambda: followers() == 0, "it ends", 5.0)
+
+
+def test_it_goes_on_whatever_ray_says_once_it_was_shut_down(
+    supervisor: er.Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ray.shutdown` in a program that then begins anew: in between Ray's store raises what no user of it should see."""
+    over, away, asked = threading.Event(), threading.Event(), threading.Event()
+
+    def told(key: str) -> dict[str, str]:
+        if away.is_set():
+            asked.set()
+            raise AttributeError("'NoneType' object has no attribute 'internal_kv_get'")
+        return {"url": supervisor.url}
+
+    monkeypatch.setattr(cluster, "told", told)
+    monkeypatch.setattr(joining, "_always", lambda: not over.is_set())
+    away.set()
+    on_ray.seat(JOB, runtime=tmp_path)
+    assert asked.wait(5.0)
+    away.clear()
+    on_ray.seat(JOB, runtime=tmp_path)
+    (written,) = tmp_path.glob("*/url")
+    written.write_text("http://127.0.0.1:9")
+    until(lambda: written.read_text() == supervisor.url, "a supervisor that moves is followed as before", 5.0)
+    assert followers() == 1
+    over.set()
+
+
+def test_ray_is_not_asked_for_those_who_have_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been shut down since."""
+    left, asked = threading.Event(), list[str]()
+    monkeypatch.setattr(joining, "time", SimpleNamespace(sleep=lambda seconds: left.set()))
+    monkeypatch.setattr(cluster, "told", lambda key: asked.append(key) or {})
+    monkeypatch.setitem(joining._following, tmp_path / "url", [lambda: not left.is_set()])
+    joining._follow(JOB, tmp_path / "url")
+    assert asked == []
+    assert tmp_path / "url" not in joining._following
