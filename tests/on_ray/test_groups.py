@@ -17,6 +17,7 @@ from elastic_reshard.errors import (
     Unauthorized,
 )
 from elastic_reshard.on_ray import Groups, Limits, groups
+from tests.on_ray.conftest import until
 
 
 @pytest.mark.parametrize("why", [Fenced, ProtocolError, SupervisorUnreachable, Unauthorized])
@@ -58,7 +59,6 @@ class Workers:
 def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Groups]:
     """Groups that keep these workers, in a cluster of which nothing else is known."""
     kept: dict[str, Any] = {}
-    monkeypatch.setattr(groups, "_END", 0.5)
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr(Groups, "_try_turn", lambda self: None)
     answers: dict[str, Callable[..., Any]] = {
@@ -72,11 +72,17 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Groups]:
         monkeypatch.setattr(f"elastic_reshard.on_ray.cluster.{name}", answer)
 
     def made(*workers: Workers, adopt: bool = False) -> Groups:
-        found = Groups("job", [], Limits(blind=3.0), adopt=adopt)
+        found = Groups("job", [], Limits(blind=30.0), adopt=adopt)
         found._crews.update({one.name: one for one in workers})  # type: ignore[misc]
         return found
 
     return made
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` does not wait for what Ray does not take."""
+    monkeypatch.setattr(groups, "_END", 0.5)
 
 
 @pytest.mark.parametrize("adopt", [False, True])
@@ -87,28 +93,34 @@ def test_close_ends_all_though_ray_refuses_once(ended: Callable[..., Groups], ad
     assert second.over
 
 
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(
     ("adopt", "last"), [(False, "its end is theirs"), (True, r"Groups\('job', \[\], adopt=True\)")]
 )
 def test_close_says_who_may_still_run(ended: Callable[..., Groups], adopt: bool, last: str) -> None:
     stays, goes = Workers("stays", failures=float("inf")), Workers("goes")
     keeper = ended(stays, goes, adopt=adopt)
+    with keeper._changed:
+        keeper._stop = True  # as `close` does, which begins to wait when Ray has refused
+        keeper._changed.notify_all()
+    until(lambda: "away" in keeper._unended, "Ray has refused", 10.0)
     with pytest.raises(MembershipError, match=rf"may still run, of groups stays: .*control service is away.*{last}"):
         keeper.close()
     assert goes.over, "what Ray refuses for one holds up no other"
     stays.failures = 0
-    keeper._thread.join(5.0)
+    keeper._thread.join(10.0)
     assert stays.over, "it is ended when Ray is seen again"
     keeper.close()
 
 
+@pytest.mark.usefixtures("short")
 def test_an_error_of_the_program_stays_its_error_whoever_may_still_run(ended: Callable[..., Groups]) -> None:
     stays = Workers("stays", failures=float("inf"))
     with pytest.raises(RuntimeError, match="a mistake") as mistake, ended(stays) as keeper:
         raise RuntimeError("a mistake")
     assert any("stays" in note for note in mistake.value.__notes__)
     stays.failures = 0
-    keeper._thread.join(5.0)
+    keeper._thread.join(10.0)
 
 
 def test_close_ends_nobody_whom_another_one_keeps(ended: Callable[..., Groups]) -> None:

@@ -81,7 +81,7 @@ def test_it_is_given_up_after_a_limit_and_no_worker_dies_before(seen: RayNodes, 
         until(lambda: time_without_a_look(groups) > 3.0, "it is away")
         assert groups.status()["sleeper"].phase is Phase.STARTING, "not yet"
         with pytest.raises(
-            MembershipError, match=r"groups of job blind are kept no longer: Ray was out of sight for 10 s"
+            MembershipError, match=r"groups of job blind are kept no longer: Ray was out of sight for 1\d s"
         ):
             groups.wait(timeout=30)
         for ask in (groups.status, lambda: groups.workers("sleeper"), lambda: groups.resize("sleeper", 2)):
