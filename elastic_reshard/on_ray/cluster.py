@@ -22,6 +22,8 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 __all__ = [
     "NAMESPACE",
+    "READY",
+    "REMOVED",
     "SIGHTLESS",
     "Place",
     "actor_of",
@@ -38,7 +40,7 @@ __all__ = [
     "nodes",
     "room_nodes",
     "room_of",
-    "room_ready",
+    "room_state",
     "rooms",
     "told",
     "words_of",
@@ -49,6 +51,9 @@ _ray: Any = ray  # some of its functions have no types
 NAMESPACE: Final = "elastic_reshard"
 # What Ray's functions raise when its control service, or the way to it, is away: nothing is known then.
 SIGHTLESS: Final = (ray.exceptions.RayError, OSError)
+# Ray's words for what has become of a room.
+READY: Final = "CREATED"
+REMOVED: Final = "REMOVED"
 _MOST: Final = 20  # letters of a node's id in a host's label
 _SINGLY: Final = 16  # actors that are asked for one by one
 
@@ -129,7 +134,7 @@ def rooms(prefix: str) -> dict[str, PlacementGroup]:
     return {
         table["name"]: PlacementGroup(PlacementGroupID(bytes.fromhex(key)))
         for key, table in placement_group_table().items()
-        if table["name"].startswith(prefix) and table["state"] != "REMOVED"
+        if table["name"].startswith(prefix) and table["state"] != REMOVED
     }
 
 
@@ -138,9 +143,9 @@ def room_of(name: str) -> PlacementGroup | None:
     return rooms(name).get(name)
 
 
-def room_ready(room: PlacementGroup) -> bool:
-    """Whether there is room: its own `wait(0)` says no at times although there is."""
-    return bool(placement_group_table(room).get("state") == "CREATED")
+def room_state(room: PlacementGroup) -> str:
+    """READY: there is room (its own `wait(0)` says no at times although there is); REMOVED: it was given back."""
+    return str(placement_group_table(room).get("state", ""))
 
 
 def room_nodes(room: PlacementGroup) -> frozenset[str]:

@@ -167,7 +167,7 @@ class Crew:
     def find(self) -> bool:
         """Take over the workers of this attempt that another process made, if all of them are there."""
         room = cluster.room_of(self.name)
-        if room is None or not cluster.room_ready(room):
+        if room is None or cluster.room_state(room) != cluster.READY:
             return False
         found = [cluster.actor_of(self._named(rank)) for rank in range(self._fleet.size)]
         self._handles = [handle for handle in found if handle is not None]
@@ -187,7 +187,11 @@ class Crew:
         self._room = self._room or self._ask(shun)
         if self._room is None:
             return None
-        ready = cluster.room_ready(self._room)
+        state = cluster.room_state(self._room)
+        if state == cluster.REMOVED:  # Ray took it back without an answer
+            self._room = None
+            return None
+        ready = state == cluster.READY
         if (cluster.room_nodes(self._room) & shun) if ready else shun != self._shunned:
             _log.info("group.asks_anew", group=self.group, attempt=self.attempt, shunned=sorted(shun))
             remove_placement_group(self._room)

@@ -26,6 +26,11 @@ class Room:
     name: str
     shunned: frozenset[str]
     at: frozenset[str] = frozenset()
+    removed: bool = False
+
+    @property
+    def state(self) -> str:
+        return "REMOVED" if self.removed else "CREATED" if self.at else "PENDING"
 
 
 @dataclass(eq=False)
@@ -60,6 +65,7 @@ class Pretended:
 
     def remove(self, room: Room) -> None:
         self.free |= room.at
+        room.removed = not self.slow
         if not self.slow:
             self.rooms.pop(room.id, None)
 
@@ -102,7 +108,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Pretended:
     monkeypatch.setattr(fleet, "placement_group", made.ask)
     monkeypatch.setattr(fleet, "remove_placement_group", made.remove)
     monkeypatch.setattr(cluster, "room_of", made.of)
-    monkeypatch.setattr(cluster, "room_ready", lambda room: bool(room.at))
+    monkeypatch.setattr(cluster, "room_state", lambda room: room.state)
     monkeypatch.setattr(cluster, "room_nodes", lambda room: room.at)
     monkeypatch.setattr(cluster, "told", lambda key: made.kept.get(key, {}))
     monkeypatch.setattr(cluster, "keep", made.kept.__setitem__)
@@ -178,6 +184,27 @@ def test_an_answer_that_was_lost_is_no_second_room(pretended: Pretended, crew: C
     pretended.free = set(NODES)
     assert places(crew)
     assert len(pretended.rooms) == 1
+
+
+def test_room_that_was_given_back_without_an_answer_is_asked_for_anew(
+    pretended: Pretended, crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the same nodes are to be shunned again as when it was asked for."""
+
+    def lost(room: Room) -> None:
+        pretended.remove(room)
+        raise OSError("the control service has gone away meanwhile")
+
+    assert not places(crew)
+    (old,) = pretended.rooms
+    with monkeypatch.context() as now:
+        now.setattr(fleet, "remove_placement_group", lost)
+        with pytest.raises(OSError, match="gone away"):
+            places(crew, "one")
+    pretended.free = {"one"}
+    assert not places(crew)
+    assert places(crew)
+    assert old not in pretended.rooms
 
 
 class Work:

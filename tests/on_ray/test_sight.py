@@ -102,7 +102,7 @@ def test_what_ray_refuses_once_is_asked_again(seen: RayNodes, runtime: Path, mon
     """Calls of each kind fail, after they were taken or before."""
     monkeypatch.setattr(plan, "_RARELY", 0.2)
     for module, name in (
-        (cluster, "nodes"), (cluster, "draining"), (cluster, "node_of"), (cluster, "room_ready"), (cluster, "room_of"),
+        (cluster, "nodes"), (cluster, "draining"), (cluster, "node_of"), (cluster, "room_state"), (cluster, "room_of"),
         (cluster, "lives_of"), ("elastic_reshard.on_ray.fleet", "placement_group"),
         ("elastic_reshard.on_ray.fleet", "remove_placement_group"),
     ):  # fmt: skip
