@@ -152,3 +152,38 @@ def test_one_of_two_nodes_of_a_gang_is_lost(nodes: RayNodes, runtime: Path) -> N
         each(groups, "trainer", "publish", 3)
         assert [found[:2] for found in each(groups, "engine", "serves", 3)] == [[3, [3.0]]] * 2
     on_ray.close("wide")
+
+
+@pytest.mark.timeout(240)
+def test_a_gang_that_a_grow_holds_is_not_given_up(nodes: RayNodes, runtime: Path) -> None:
+    """For longer than it may take to start, until `join` waits no more. Then the other may have its room; at last both have."""
+    on_ray.start("held", runtime=runtime, deadlines=QUICK, cell=256)
+    nodes.add("tight")
+    given = {"job": "held", "runtime": str(runtime), "deadline": 30.0}
+    room = {"CPU": 0.5, "tight": 4.5}
+    fleet = Fleet("engine", Engine, size=2, groups=0, grows=True, each=room, arguments=given, options=MANY)
+    limits = Limits(failures=1, pause=0.1, start_within=20.0)
+    with Groups("held", [fleet], limits) as groups, on_ray.client("held") as client:
+        client.grow(groups=2, within=180, wait=False)
+        until(lambda: len(groups.status()) == 2, "the fleet grows")
+
+        def waits() -> str | None:
+            assert all(run.phase is not Phase.GIVEN_UP for run in groups.status().values()), groups.status()
+            return next((run.name for run in groups.status().values() if "others of a grow" in run.reason), None)
+
+        first = until(waits, "one has room, and waits for the other", 60)
+        (second,) = set(groups.status()) - {first}
+        assert groups.status()[second].phase is Phase.WAITING
+        until(lambda: groups.status()[first].attempt == 2, "join has waited its time", 60)
+        run = groups.status()[first]
+        assert run.failures == ()
+        assert "RefitTimeout" in run.reason
+        nodes.add("wider", tight=9)
+        for name in (first, second):
+            assert wait_for(groups, name, Phase.RUNNING, 1).failures == ()
+        growth = client.growing()
+        assert growth is not None
+        assert set(growth.admitted) == {first, second}
+        groups.resize("engine", 0)
+        groups.wait(timeout=60)
+    on_ray.close("held")

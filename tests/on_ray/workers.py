@@ -23,11 +23,11 @@ class Worker:
     role = ""
     cut = 0
 
-    def __init__(self, group: er.Group, job: str, runtime: str, faults: str = "") -> None:
+    def __init__(self, group: er.Group, job: str, runtime: str, faults: str = "", deadline: float = 120.0) -> None:
         os.environ["ELASTIC_RESHARD_RUNTIME"] = runtime
         if faults:  # of what this process starts
             os.environ["ELASTIC_RESHARD_TEST_HOOKS"] = faults
-        self.group, self.job = group, job
+        self.group, self.job, self.deadline = group, job, deadline
         self.member: Member | None = None
         self.joined = threading.Event()
 
@@ -45,7 +45,7 @@ class Worker:
         self.base = whole.chunk(self.group.size, self.cut)[self.group.rank]
         self.member = on_ray.join(
             self.job, name=f"{self.group.name}-{self.group.rank}", role=self.role, group=self.group,
-            tensors=self.weights, layout=side, deadline=120.0,
+            tensors=self.weights, layout=side, deadline=self.deadline,
         )  # fmt: skip
         self.joined.set()
         return self.member.id
