@@ -149,9 +149,9 @@ def _apart(offers: dict[int, dict[int, tuple[Member, Fill]]], era: EraDoc) -> di
 
 
 def _count_anew(draft: Draft, group: Group, ready: dict[int, tuple[Member, Fill]]) -> None:
-    """One number under two labels, one label under two numbers, or no label after a call that failed on some ranks only: they do
-    not count alike, and would not by themselves ever again. What they offer is given up, and all begin to count from the same number; as each
-    hears of it at another step, labels are needed from now on."""
+    """One number under two labels, one label under two numbers, or no label after a call that failed on some ranks only: they
+    do not count alike, and would not by themselves ever again. What they offer is given up, and all begin to count from the
+    same number; as each hears of it at another step, labels are needed from now on."""
     said = ", ".join(f"{m.doc.id} {'without a label' if f.label is None else repr(f.label)}" for m, f in ready.values())
     start = next_era(group.doc.count_from)
     era = group.doc.eras[-1].model_copy(update={"start": start, "mixed": True})
