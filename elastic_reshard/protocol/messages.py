@@ -158,7 +158,8 @@ class MoverSaid(Message):
     knows to be gone or unlike. config: what all movers of a communicator must have alike. began: rounds it has begun; held:
     it begins no more without being told (stopping). waits: (member, cell) it waits for now; its own member: until that opens
     its window. window: what it waits for is that member's window, its own or a peer's. condemned: ended by its watchdog, and
-    why. to_land: cells that are to land in it, by its plan. links: of the bytes received, those of each host; said with "out".
+    why; with another state than "ended": it was killed, and its end was not seen in time. to_land: cells that are to land in
+    it, by its plan. links: of the bytes received, those of each host; said with "out".
     unheard: it lives, and this watchdog has not heard yet where it is; said in a Hello only, where all that live are named.
     """
 

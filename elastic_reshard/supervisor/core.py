@@ -18,6 +18,7 @@ from elastic_reshard.protocol.view import Told
 from elastic_reshard.supervisor import (
     admission,
     drains,
+    forgiving,
     holdings,
     installing,
     membership,
@@ -129,10 +130,7 @@ def step(job: Job, events: Sequence[Event], now: float, covers: Covers) -> tuple
     source ranks hold every element of a layout. Call it four times a beat at least (`pace`), with Tick if nothing happened."""
     draft = Draft(job, now, covers)
     if now - job.stepped > 2 * job.deadlines.beat:
-        # A judge that came late looks at what has arrived meanwhile, and waits two beats before judging.
-        draft.judge_from = max(draft.judge_from, now + 2 * job.deadlines.beat)
-        transfers.forgive(draft, draft.judge_from - job.stepped)
-        draft.log("supervisor.late", seconds=round(now - job.stepped, 3))
+        forgiving.late(draft)
     for event in events:
         _take_in(draft, event)
     if not recovery.recovering(draft):
@@ -148,6 +146,7 @@ def _settle(draft: Draft) -> bool:
     that."""
     for _ in range(8):
         before = (draft.changes(), len(draft.examine), len(draft.match))
+        unproved.count(draft)
         drains.settle(draft)
         membership.settle(draft)
         admission.settle(draft)

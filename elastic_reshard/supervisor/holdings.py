@@ -45,7 +45,7 @@ def in_sight(draft: Draft, member: str) -> bool:
 
 def reachable(draft: Draft, member: str) -> bool:
     """In sight, and a mover can be had for it."""
-    return in_sight(draft, member) and not unproved(draft, member, draft.now)
+    return in_sight(draft, member) and not unproved(draft, member)
 
 
 def _sources_at(draft: Draft, publication: PublicationDoc, domain: str) -> Sequence[SourceDoc]:
@@ -117,7 +117,7 @@ def behind(draft: Draft, group: Group, publication: PublicationDoc) -> bool:
 
 
 def _hangs(draft: Draft, group: Group, domains: list[str]) -> bool:
-    return any(m.doc.where in domains and unproved(draft, m.doc.id, draft.now) for _, m in draft.group_members(group))
+    return any(m.doc.where in domains and unproved(draft, m.doc.id) for _, m in draft.group_members(group))
 
 
 def nobody_has(draft: Draft, publication: PublicationDoc) -> str:

@@ -28,6 +28,7 @@ __all__ = [
     "Host",
     "Job",
     "Member",
+    "Owed",
     "Publication",
     "Suspended",
     "Transfer",
@@ -134,6 +135,16 @@ class Suspended:
 
 
 @dataclass(frozen=True, slots=True)
+class Owed:
+    """A mover owes a word of a transfer (`unproved`): waited for until then; in_vain: not any more, until that word comes."""
+
+    mover: str
+    transfer: str
+    until: float
+    in_vain: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Growing:
     """A Grow under way, or one that is done. within: seconds that it was given; ready: groups that wait for the others."""
 
@@ -155,11 +166,12 @@ class Job:
 
     tickets: how many were issued in this term; part of their ids, so that none comes twice.
     fits: what Match answered, by (source layout, destination layout). waiting: members without a seat, in order.
-    judge_from: before this nobody is given up. recover_from: members that must come before anything is decided.
-    movers: the latest of each member's. ledgers: what landed, by (publication, member). slow: (publication, group) that
-    others wait for no more. tried: (publication, stalls, epochs in a row without a new cell). given_up: (publication, group)
-    that can't have it from those reachable then, and until when that is not tried again. alone: a publication whose groups
-    are served one by one. lateness: how often a group was left behind since it last had what was committed.
+    judge_from: before this nobody is given up. forgiven: time up to there was forgiven already. recover_from: members that
+    must come before anything is decided. movers: the latest of each member's. owed: those who owe a word (`unproved`).
+    ledgers: what landed, by (publication, member). slow: (publication, group) that others wait for no more. tried:
+    (publication, stalls, epochs in a row without a new cell). given_up: (publication, group) that can't have it from those
+    reachable then, and until when that is not tried again. alone: a publication whose groups are served one by one.
+    lateness: how often a group was left behind since it last had what was committed.
     grown: grows that are over, oldest first. drained: hosts that are to be empty, and the seconds that members there are given.
     started_with: the policies before anybody changed them.
     """
@@ -180,6 +192,7 @@ class Job:
     transfers: Mapping[str, Transfer] = field(default_factory=dict)
     hosts: Mapping[str, Host] = field(default_factory=dict)
     movers: Mapping[str, MoverSaid] = field(default_factory=dict)
+    owed: Mapping[str, Owed] = field(default_factory=dict)
     ledgers: Mapping[tuple[str, str], LedgerSaid] = field(default_factory=dict)
     slow: frozenset[tuple[str, str]] = frozenset()
     given_up: Mapping[tuple[str, str], tuple[frozenset[str], float]] = field(default_factory=dict)
@@ -200,6 +213,7 @@ class Job:
     stepped: float = 0.0
     settled: float | None = None  # when everything was looked at last; None: something is pending
     judge_from: float = 0.0
+    forgiven: float = 0.0
     recover_from: int = 0
 
 
@@ -219,12 +233,13 @@ class Draft:
         self.members, self.groups = dict(job.members), dict(job.groups)
         self.publications, self.hosts = dict(job.publications), dict(job.hosts)
         self.transfers, self.movers, self.ledgers = dict(job.transfers), dict(job.movers), dict(job.ledgers)
+        self.owed = dict(job.owed)
         self.slow, self.given_up, self.alone = set(job.slow), dict(job.given_up), job.alone
         self.lateness = dict(job.lateness)
         self.suspended, self.tried, self.serial, self.growing = job.suspended, job.tried, job.serial, job.growing
         self.grown, self.drained = job.grown, dict(job.drained)
         self.fits, self.matching, self.waiting = dict(job.fits), set(job.matching), list(job.waiting)
-        self.judge_from, self.recover_from = job.judge_from, job.recover_from
+        self.judge_from, self.recover_from, self.forgiven = job.judge_from, job.recover_from, job.forgiven
         self.durable = self.epoch_ended = False
         self.settled = job.settled
         self.heard: dict[str, dict[str, int]] = {}
@@ -387,8 +402,8 @@ class Draft:
             weight_version=self.weight_version, tickets=self.tickets, committed=self.committed, members=self.members,
             groups=self.groups, publications=self.publications, hosts=self.hosts, fits=self.fits,
             matching=frozenset(self.matching), waiting=tuple(self.waiting), stepped=self.now,
-            settled=self.settled, judge_from=self.judge_from,
-            recover_from=self.recover_from, transfers=self.transfers, movers=self.movers, ledgers=self.ledgers,
+            settled=self.settled, judge_from=self.judge_from, forgiven=self.forgiven,
+            recover_from=self.recover_from, transfers=self.transfers, movers=self.movers, owed=self.owed, ledgers=self.ledgers,
             slow=frozenset(self.slow), given_up=self.given_up, alone=self.alone,
             lateness=self.lateness, suspended=self.suspended, tried=self.tried,
             serial=self.serial, growing=self.growing, grown=self.grown, drained=self.drained,

@@ -31,18 +31,17 @@ from elastic_reshard.supervisor.parties import compose
 from elastic_reshard.supervisor.publishing import abandon
 from elastic_reshard.supervisor.queue import everybody, next_groups, waits_beside
 from elastic_reshard.supervisor.state import Draft, Publication, Suspended, Transfer
-from elastic_reshard.supervisor.unproved import in_vain, loose, not_back
+from elastic_reshard.supervisor.unproved import give_up, in_vain, latest, owes, unproved
 
-__all__ = ["forgive", "ledgered", "moved", "settle"]
+__all__ = ["ledgered", "moved", "settle"]
 
 
 def moved(draft: Draft, event: Moved) -> None:
     """A watchdog says where a mover is."""
     member = draft.members.get(event.said.member)
-    if member is None or member.doc.host != event.host or event.said.unheard:
+    if member is None or member.doc.host != event.host:
         return
-    known = draft.movers.get(event.said.member)
-    draft.movers[event.said.member] = not_back(known, event.said)
+    draft.movers[event.said.member] = latest(draft.movers.get(event.said.member), event.said)
     transfer = draft.transfers.get(event.said.transfer)
     if transfer is None or event.said.waits is None:
         return
@@ -58,27 +57,6 @@ def ledgered(draft: Draft, event: Ledgered) -> None:
     said = event.said
     if said.publication in draft.publications and said.member in draft.members:
         draft.ledgers[said.publication, said.member] = said
-
-
-def forgive(draft: Draft, seconds: float) -> None:
-    """Nobody was listened to for so long, what is still to be drained included: that is no stall, and nobody's lateness."""
-
-    def later(moment: float) -> float:
-        return min(moment + seconds, draft.now)  # what has begun did so by now
-
-    for name, transfer in draft.transfers.items():
-        since, moved = transfer.since + seconds, transfer.moved + seconds
-        draft.transfers[name] = replace(transfer, begun=later(transfer.begun), since=since, moved=moved)
-    for name, publication in draft.publications.items():
-        draft.publications[name] = replace(publication, begun=later(publication.begun))
-    for name, group in draft.groups.items():
-        (seq, ready), behind = group.first_ready, group.behind_since
-        draft.groups[name] = replace(
-            group, ticket_until=group.ticket_until + seconds, first_ready=(seq, later(ready)),
-            behind_since=behind if behind is None else later(behind),
-        )  # fmt: skip
-    if draft.suspended is not None:
-        draft.suspended = replace(draft.suspended, until=draft.suspended.until + seconds)
 
 
 def settle(draft: Draft) -> None:
@@ -173,10 +151,8 @@ def _leave(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> N
     if inside and not all(in_vain(draft, transfer, member) for member in inside):
         return
     for member in inside:
-        # Who had the values may have met the others since, whatever was heard of it last.
         if (said := reports.get(member)) is not None:
-            draft.movers[member] = said.model_copy(update={"state": "running"})
-        draft.log("mover.unproved", member=member, transfer=transfer.doc.id, host=draft.members[member].doc.host)
+            give_up(draft, said)
     _end(draft, transfer, reports, whole=False)
 
 
@@ -184,6 +160,11 @@ def _broken(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> 
     """Why a transfer can't go on; "" if it can. Ends and lost hosts are named before those who only failed because of them."""
     ended = [
         f"the mover of {m} has ended ({s.condemned or s.reason})" for m, s in reports.items() if s.state == "ended"
+    ]
+    ended += [
+        f"the mover of {m} hangs in {said.transfer}: its end was not seen ({said.condemned or 'it is not out'})"
+        for m in transfer.doc.present
+        if unproved(draft, m) and (said := draft.movers[m]) and (m not in reports or reports[m].state != "out")
     ]
     gone = [f"{m} can't be reached" for m in _unreachable(draft, transfer)]
     failed = [f"{m}: {s.error} {s.reason}" for m, s in reports.items() if s.outcome in ("failed", "refused")]
@@ -371,6 +352,8 @@ def _count_fruitless(draft: Draft, transfer: Transfer, reports: dict[str, MoverS
     # All refuse alike what one is told to be like: then it is that one without whom they can go on.
     refused = [(m, s) for m, s in reports.items() if s.outcome == "refused" and s.error != "ShardLost"]
     leave_out(draft, transfer, {who for m, s in refused for who in (s.blames or (m,))})
+    if not doc.values and transfer.since - transfer.begun >= draft.deadlines.form:
+        leave_out(draft, transfer, _not_ready(transfer, reports))
     fruitless = draft.tried[2]
     lost = [s.reason for s in reports.values() if s.outcome == "refused" and s.error == "ShardLost"]
     if lost:
@@ -413,9 +396,8 @@ def _begin(draft: Draft) -> None:
     if held is not None and held.publication != publication.doc.id:
         held = draft.suspended = None
     doc = compose(draft, publication, groups)
-    # One that ran when the journal was lost leaves as soon as its watchdog hears the view, or is condemned; and says so. One
-    # that has formed nothing yet never will.
-    if any(loose(draft, member) for member in doc.present):
+    # One that ran when the journal was lost leaves as soon as its watchdog hears the view, or is condemned; and says so.
+    if any(owes(draft, member) for member in doc.present):
         return
     _, fallen = choose(draft, doc.publication, doc.present)
     if held is not None:

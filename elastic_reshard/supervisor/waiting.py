@@ -47,7 +47,7 @@ def _all(job: Job, connected: Collection[str], now: float, began: float) -> Iter
         yield from _seats(job, group)
     for member in job.members.values():
         yield from _member(member, began)
-        if unproved(job, member.doc.id, now):
+        if unproved(job, member.doc.id):
             why = f"its mover was killed in transfer {job.movers[member.doc.id].transfer} and hangs in the kernel"
             remedy = f"nothing is moved from or to it before that has ended. See to host {member.doc.host}"
             yield Wait(member.doc.id, f"{why}: {remedy}", "bad")

@@ -106,6 +106,9 @@ class Hand:
     broken: Patience | None = None
     over: str | None = None  # what the broken transfer went over, if that is known
     condemned: str = ""
+    expected: str = ""  # the transfer in which a predecessor left it; "" once something is said of that
+    proof: Patience | None = None  # judges how long its end is not seen
+    unproved: bool = False  # that was too long, and said
 
     @property
     def busy(self) -> bool:
@@ -133,7 +136,7 @@ class Crew:
     def expect(self, mover: str, member: str, pid: int, start: int, transfer: str, now: float) -> None:
         """A predecessor had this mover, and its process lives: it will attach."""
         self.hands[mover] = Hand(mover, member, transfer, self._patience(self.deadlines.mover_silent, now), pid, start,
-                                 transfer=transfer)  # fmt: skip
+                                 transfer=transfer, expected=transfer)  # fmt: skip
 
     def forked(self, mover: str, pid: int, start: int, now: float) -> bool:
         """It was made; False if another process has come as this mover: this one is to be killed."""
@@ -182,8 +185,9 @@ class Crew:
         if hand is None or said.mover != mover or said.member != hand.member or said.state == "ended":
             return False
         if said.transfer == hand.transfer:
-            hand.said = said
-            self._word(said)
+            hand.said = said.model_copy(update={"condemned": hand.condemned}) if hand.unproved else said
+            hand.expected = ""
+            self._word(hand.said)
         return True
 
     def glanced(self, mover: str, glance: Glance, now: float) -> None:
@@ -207,23 +211,22 @@ class Crew:
     def ended(self, mover: str) -> None:
         """Its process has ended, by proof."""
         hand = self.hands.pop(mover)
-        known = self.words.get(hand.member)
-        transfer = known.transfer if known is not None and known.mover == mover else hand.transfer or hand.forked_for
-        self._spent[hand.member] = transfer
-        if not transfer:
+        base = self._last_of(hand)
+        self._spent[hand.member] = base.transfer
+        if not base.transfer and not hand.unproved:
             return
-        base = next(
-            (
-                said
-                for said in (hand.said, known)
-                if said is not None and said.transfer == transfer and said.mover == mover
-            ),
-            MoverSaid(member=hand.member, mover=mover, transfer=transfer, state="ended"),
-        )
         outcome = base.outcome if base.state == "out" else "failed"
         why = base.reason or (f"it was ended: {hand.condemned}" if hand.condemned else "its process has ended")
         self._word(base.model_copy(update={"state": "ended", "outcome": outcome, "condemned": hand.condemned,
                                            "reason": why, "waits": None, "window": False}))  # fmt: skip
+
+    def _last_of(self, hand: Hand) -> MoverSaid:
+        """The last that is known of it."""
+        known = self.words.get(hand.member)
+        mine = known if known is not None and known.mover == hand.mover else None
+        transfer = mine.transfer if mine is not None else hand.transfer or hand.forked_for
+        said = hand.said if hand.said is not None and hand.said.transfer == transfer else mine
+        return said or MoverSaid(member=hand.member, mover=hand.mover, transfer=transfer, state="starting")
 
     def refresh(self) -> None:
         """Time for a beat: what the pages of running movers say is said anew, if it has changed."""
@@ -280,9 +283,11 @@ class Crew:
             stuck = hand.broken is not None and hand.broken.silent(now)
             if hand.broken is not None:
                 hand.broken.due(now, period)
-            if hand.condemned or not hand.pid:
+            if hand.condemned:
+                self._await_proof(hand, now, period)
+            elif not hand.pid:
                 continue
-            if silent:
+            elif silent:
                 what = f"for {self.deadlines.mover_silent} s" if hand.here else "since it was to attach"
                 actions.append(self.condemn(hand.mover, f"no sign of life {what}", dump=True))
             elif stuck:
@@ -290,6 +295,17 @@ class Crew:
                 why = f"not out of all operations of transfer {hand.transfer} in {within} s"
                 actions.append(self.condemn(hand.mover, why, dump=True))
         return actions
+
+    def _await_proof(self, hand: Hand, now: float, period: float) -> None:
+        """Who does not end by SIGKILL in time hangs in the kernel: say so, where others may wait for it."""
+        if hand.proof is None:  # its stacks are looked at until about now
+            hand.proof = self._patience(self.deadlines.proof_of_death, now)
+        elif hand.proof.silent(now) and not hand.unproved:
+            hand.unproved = True
+            news = {"condemned": hand.condemned, "waits": None, "window": False}
+            hand.said = self._last_of(hand).model_copy(update=news)
+            self._word(hand.said)
+        hand.proof.due(now, period)
 
     def decide(self, scene: Scene, now: float) -> list[Action]:
         """What is to be done now; each action is given once."""
@@ -312,6 +328,10 @@ class Crew:
             return
         if not scene.current and hand.transfer and hand.transfer not in scene.view.transfers:
             return  # what a watchdog without a view knows of transfers is nothing
+        untold = hand.here and hand.expected not in ("", hand.transfer)
+        if scene.current and untold and hand.expected not in scene.view.transfers:
+            self._never(hand.member, hand.mover, hand.expected)
+            hand.expected = ""
         doc = scene.view.transfers.get(hand.transfer)
         lost = hand.busy and (doc is None or doc.state == TransferState.BREAKING)
         if not lost:
@@ -374,16 +394,12 @@ class Crew:
             return
         if hand is None and now - self.born < self.deadlines.mover_silent:
             return
-        self._word(
-            MoverSaid(
-                member=member,
-                mover=hand.mover if hand is not None else NOBODY,
-                transfer=transfer.id,
-                state="out" if hand is not None else "ended",
-                outcome="stopped" if hand is not None else "failed",
-                reason="it never was given this transfer",
-            )
-        )
+        self._never(member, hand.mover if hand is not None else NOBODY, transfer.id)
+
+    def _never(self, member: str, mover: str, transfer: str) -> None:
+        why = "it never was given this transfer"
+        said = MoverSaid(member=member, mover=mover, transfer=transfer, state="ended", outcome="failed", reason=why)
+        self._word(said if mover == NOBODY else said.model_copy(update={"state": "out", "outcome": "stopped"}))
 
     def _forget(self, scene: Scene) -> None:
         living = {hand.member for hand in self.hands.values()}

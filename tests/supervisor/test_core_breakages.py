@@ -18,6 +18,7 @@ from elastic_reshard.supervisor import (
     publishing,
     queue,
     transfers,
+    unproved,
 )
 from tests.member import test_core
 from tests.supervisor import drive
@@ -137,8 +138,24 @@ BREAKAGES: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "a member whose mover is not proved dead takes part": (
         holdings,
-        "return in_sight(draft, member) and not unproved(draft, member, draft.now)",
+        "return in_sight(draft, member) and not unproved(draft, member)",
         "return in_sight(draft, member)",
+    ),
+    "who hangs before it is ready is tried again and again": (
+        unproved,
+        "if not known.in_vain and (said.condemned or",
+        "if (not known.in_vain and said.state == 'running') and (said.condemned or",
+    ),
+    "who was ready when a supervisor restarted is forgotten": (
+        unproved,
+        'said.state in ("ready", "running")',
+        'said.state == "running"',
+    ),
+    "a mover that nobody has heard yet is forgotten": (unproved, " or said.unheard\n", "\n"),
+    "a host that connects again and again is waited for for ever": (
+        unproved,
+        "known is None or (known.mover, known.transfer) != (said.mover, said.transfer)",
+        "known is None or (draft.now <= draft.hosts[draft.members[member].doc.host].greeted and not said.condemned)",
     ),
     "who waits beside a late transfer waits for ever": (
         queue,

@@ -252,6 +252,35 @@ def test_others_go_on_without_a_mover_that_is_never_proved_dead(seed: int) -> No
     assert not mover.alive
 
 
+def _planning(scene: Scene, group: str) -> Mover:
+    """A mover of a group has a task and is not ready."""
+
+    def found() -> list[Mover]:
+        return [m for m in scene.movers(f"{group}-") if m.work is not None and m.work.progress.state == "starting"]
+
+    scene.until(found, 10.0)
+    return found()[0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("group", ["e1", "t"])
+def test_others_go_on_without_one_that_hangs_before_it_is_ready(seed: int, group: str) -> None:
+    scene = Scene(seed, sharded=False, engines=(2, 2, 1))
+    first = scene.publish()
+    mover = _planning(scene, group)
+    mover.hang()
+    others = ["e0", "e2"] if group == "e1" else ["e0", "e1", "e2"]
+    d = scene.world.deadlines
+    scene.until(lambda: scene.current(first, others), d.mover_silent + d.proof_of_death + 4.0)
+    scene.world.supervisors[-1].die()
+    scene.world.start_supervisor()
+    second = scene.publish()
+    scene.until(lambda: scene.current(second, others), d.reregister + 5.0)
+    assert mover.alive
+    mover.come_back()
+    scene.until(lambda: scene.current(second), 30.0)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_restarted_supervisor_goes_on_without_it_too(seed: int) -> None:
     scene = Scene(seed, engines=(2, 1), late_after=20.0)  # a new term does not know yet who is late

@@ -360,6 +360,69 @@ def test_what_a_replacement_expects() -> None:
     assert (said.state, said.unheard) == ("ended", False)
 
 
+def condemned(made: Crew, now: float, seconds: float) -> list[MoverSaid]:
+    """What is said in so many seconds after X was condemned."""
+    made.outgoing()
+    alive(made, now, now + seconds)
+    return made.outgoing()
+
+
+def test_one_whose_end_is_not_seen_is_said_to_be_condemned() -> None:
+    made = running()
+    made.condemn(X, "no sign of life")
+    assert condemned(made, 0.0, D.proof_of_death) == [], "its end may yet be seen"
+    [said] = condemned(made, D.proof_of_death, 3 * PERIOD)
+    assert (said.mover, said.transfer, said.state, said.condemned) == (X, doc().id, "running", "no sign of life")
+    assert condemned(made, 4.0, 5.0) == [], "once"
+    made.refresh()
+    assert all(word.condemned for word in (*made.outgoing(), *made.known())), "what its page shows changes nothing"
+    say(made, "out", outcome="failed", error="PeerLost")
+    assert made.outgoing()[-1].condemned, "nor what it says before it dies"
+    assert made.decide(scene(doc(2)), 9.0) == [], "its member gets no other"
+    made.ended(X)
+    assert made.outgoing()[-1].state == "ended"
+    assert made.decide(scene(doc(2)), 9.0) == [Fork(Y, M)]
+
+
+@pytest.mark.parametrize("state", ["", "starting", "ready"])
+def test_so_is_one_that_hangs_before_it_runs(state: str) -> None:
+    made = attached()
+    if state:
+        say(made, state)
+    made.condemn(X, "no sign of life")
+    [said] = condemned(made, 0.0, D.proof_of_death + 3 * PERIOD)
+    assert (said.state, said.transfer, said.condemned) == (state or "starting", doc().id, "no sign of life")
+
+
+def test_so_is_an_idle_one_and_one_that_never_attached() -> None:
+    made = running()
+    say(made, "out", outcome="done")
+    made.decide(scene(doc(2)), 0.0)
+    made.condemn(X, "no sign of life")
+    [said] = condemned(made, 0.0, D.proof_of_death + 3 * PERIOD)
+    assert (said.state, said.outcome, said.condemned) == ("out", "done", "no sign of life")
+    late = crew()
+    late.decide(scene(doc()), 0.0)
+    late.forked(X, 7, 70, 0.0)
+    at, [_] = silent(late, 0.0, 10.0)
+    [said] = condemned(late, at, D.proof_of_death + 3 * PERIOD)
+    assert (said.state, said.transfer) == ("starting", doc().id)
+    assert said.condemned
+
+
+def test_one_that_was_expected_in_a_transfer_and_never_had_it_is_spoken_for() -> None:
+    """Else whoever heard that it lives would wait for it, and then do without it for ever."""
+    made = crew(100.0)
+    made.expect(X, M, 7, 70, doc().id, 100.0)
+    assert made.known()[0].unheard
+    assert made.attach(X, M, "", 7, 70, 100.2) == ""
+    made.decide(scene(current=False), 100.3)
+    assert made.outgoing() == [], "without a view nothing is known of transfers"
+    made.decide(scene(doc(2)), 100.4)
+    [said] = made.outgoing()
+    assert (said.mover, said.transfer, said.state, said.outcome) == (X, doc().id, "out", "stopped")
+
+
 def test_one_that_nobody_expected() -> None:
     made = crew()
     assert made.attach(X, M, "", 7, 70, 0.0) == "", "its predecessor was gone before it wrote it down"
