@@ -66,7 +66,8 @@ def _mover(f: Fields) -> Words:
 
 def _breaking(f: Fields) -> Words:
     # A loss has its own event; a stall, and movers that are not ready or do not stop, have only this one.
-    lost = "has ended" in f["reason"] or "can't be reached" in f["reason"] or f["reason"].startswith("late:")
+    own = ("has ended", "its end was not seen", "can't be reached")
+    lost = any(what in f["reason"] for what in own) or f["reason"].startswith("late:")
     return Words("bad", f"the transfer of epoch {f['epoch']} is broken off: {f['reason']}", not lost)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.supervisor.sim import faults
 from tests.supervisor.sim.run import play, play_many
 
 LONG = 3_000
@@ -29,4 +30,20 @@ def test_histories_that_were_broken_once(seed: int) -> None:
     """1715: after a lost journal a transfer began while a mover still ran a former one. 1382: waiting for one that had formed
     nothing, for ever."""
     broken = play(seed)
+    assert not broken, broken
+
+
+@pytest.mark.parametrize("seed", range(24, 36))
+def test_histories_in_which_movers_hang(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """29: every version was given up after one that hung before it was ready."""
+    monkeypatch.setitem(faults._FAULTS, faults.hang_mover, 80)
+    broken = play(seed)
+    assert not broken, broken
+
+
+def test_a_history_in_which_journals_are_lost_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer began while a mover that had said "ready" last still formed the communicator of a former one."""
+    for fault, weight in ((faults.lose_journal, 20), (faults.partition, 20), (faults.abandon, 6)):
+        monkeypatch.setitem(faults._FAULTS, fault, weight)
+    broken = play(248)
     assert not broken, broken

@@ -154,6 +154,15 @@ def freeze_mover(world: World) -> None:
         world.freeze(mover)
 
 
+def hang_mover(world: World) -> None:
+    """In the kernel, for longer than anybody waits, or not so long. No default: it makes every history another one."""
+    mover = _mover(world)
+    if mover is not None and not mover.hangs:
+        mover.hang()
+        world.clock.note(mover.name, "HANGS")
+        world.clock.after(1.0 + 25.0 * world.rng.random(), mover.come_back)
+
+
 def slow_mover(world: World) -> None:
     if (mover := _mover(world)) is not None:
         mover.slowness = world.rng.choice([10.0, 10.0, 100.0])
