@@ -118,13 +118,20 @@ def leave_out(draft: Draft, transfer: Transfer, members: Iterable[str]) -> None:
 
 
 def stragglers(draft: Draft, transfer: Transfer, reports: _Reports) -> set[str]:
-    """Groups for whom the others have waited most in a transfer that is late, all whose windows are closed; marked."""
+    """Groups for whom the others have waited most in a transfer that is late, or all whose windows are closed; or, if nobody in
+    it was seen waiting, but others wait beside it, all that it serves; marked."""
     if source_closed(transfer, reports):
         return set()
     shut = closed(transfer, reports)
     if shut:
         return _mark_closed(draft, transfer, shut)
-    return mark_slow(draft, transfer, awaited_most(transfer)) if transfer.awaited else set()
+    if transfer.awaited:
+        return mark_slow(draft, transfer, awaited_most(transfer))
+    if not waits_beside(draft, transfer):
+        return set()
+    slow = lacking_groups(draft.publications[transfer.doc.publication].doc, transfer)
+    _note(draft, transfer, slow)
+    return slow
 
 
 def _mark_closed(draft: Draft, transfer: Transfer, members: Iterable[str]) -> set[str]:

@@ -31,9 +31,14 @@ def test_who_was_left_behind_any_number_of_times_gives_way_to_the_next_version(t
     assert stage.job.lateness == {"e": times + 1}
 
 
-@pytest.mark.parametrize("closed", [True, False], ids=["e computes", "e is slow"])
+@pytest.mark.parametrize(
+    ("closed", "seen"), [(True, True), (False, True), (False, False)],
+    ids=["e computes", "e is slow", "the network is slow, nobody is seen waiting"],
+)  # fmt: skip
 @pytest.mark.parametrize("apart", [True, False], ids=["f's arena came later", "f's layout goes alone"])
-def test_who_is_not_in_the_transfer_in_hand_waits_for_it_no_longer_than_late_after(closed: bool, apart: bool) -> None:
+def test_who_is_not_in_the_transfer_in_hand_waits_for_it_no_longer_than_late_after(
+    closed: bool, seen: bool, apart: bool
+) -> None:
     stage = Stage()
     for line in [
         "host a ; host b ; host c ; policies late_after=20",
@@ -50,7 +55,8 @@ def test_who_is_not_in_the_transfer_in_hand_waits_for_it_no_longer_than_late_aft
         if first.doc.id not in stage.job.transfers or stage.job.transfers[first.doc.id].doc.state != "running":
             break
         moved = "" if closed else f" cells={cells}"
-        stage.say(f"mover t-0 running waits=e-0 ; mover e-0 running{' waits=e-0' if closed else moved} ; tick 0.5")
+        waits = " waits=e-0" if seen else ""
+        stage.say(f"mover t-0 running{waits} ; mover e-0 running{' waits=e-0' if closed else moved} ; tick 0.5")
     assert 20 <= stage.now - first.begun <= 21
     stage.say("mover t-0,e-0 running held=1" if not closed else "tick 0.5")
     stage.say("mover t-0,e-0 out stopped ; mover t-0,f-0 ready ; mover t-0,f-0 running ; holds f-0 p1.1")
