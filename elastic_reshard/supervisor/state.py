@@ -126,10 +126,10 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """A transfer that can't go on with who is reachable: tried again when that changes, given up at `until`."""
+    """A transfer that could not go on with who was present: tried again when others can be, given up at `until`."""
 
     publication: str
-    reachable: frozenset[str]
+    present: frozenset[str]
     reason: str
     until: float
 

@@ -16,7 +16,7 @@ from typing import Any
 from elastic_reshard.protocol.docs import LandedDoc, Placed, PublicationState, TransferState
 from elastic_reshard.protocol.messages import MoverSaid
 from elastic_reshard.supervisor.events import Abandon, Ledgered, Moved
-from elastic_reshard.supervisor.holdings import in_sight, reachable
+from elastic_reshard.supervisor.holdings import in_sight
 from elastic_reshard.supervisor.lateness import (
     after_stall,
     closed,
@@ -360,15 +360,11 @@ def _count_fruitless(draft: Draft, transfer: Transfer, reports: dict[str, MoverS
         until = draft.now + draft.deadlines.orphan_hold
         if draft.suspended is not None and draft.suspended.publication == doc.publication:
             until = draft.suspended.until
-        draft.suspended = Suspended(doc.publication, _reachable_now(draft, doc.members), lost[0], until)
+        draft.suspended = Suspended(doc.publication, frozenset(doc.present), lost[0], until)
         draft.log("transfer.suspended", publication=doc.publication, reason=lost[0])
     elif fruitless >= draft.policies.fruitless:
         why = f"{fruitless} epochs in a row moved no cell; the last: {doc.reason}"
         _give_up(draft, doc.publication, {p.group for p in doc.destinations}, why)
-
-
-def _reachable_now(draft: Draft, members: Iterable[str]) -> frozenset[str]:
-    return frozenset(m for m in members if reachable(draft, m))
 
 
 def _give_up(draft: Draft, publication: str, groups: Iterable[str], why: str) -> None:
@@ -404,7 +400,7 @@ def _begin(draft: Draft) -> None:
         if draft.now >= held.until:
             _give_up(draft, held.publication, {p.group for p in doc.destinations}, f"ShardLost: {held.reason}")
             return
-        if _reachable_now(draft, doc.members) == held.reachable:
+        if frozenset(doc.present) == held.present:
             return
     if draft.tried[0] != doc.publication:
         draft.tried = (doc.publication, 0, 0)

@@ -9,6 +9,7 @@ from elastic_reshard.supervisor.core import Job
 from elastic_reshard.supervisor.events import Effects
 from elastic_reshard.supervisor.holdings import reachable
 from elastic_reshard.supervisor.state import Draft
+from elastic_reshard.supervisor.unproved import unproved
 from tests.supervisor.sim.memory import LandingArena, cells_of
 from tests.supervisor.sim.shell import covers
 
@@ -114,11 +115,11 @@ class Landings:
 
     def _excuse(self, job: Job) -> None:
         """Movers that could not be reached when others went on; they are out before they take part again."""
-        if self.world.clock.now < job.judge_from:
-            return
         draft = Draft(job, self.world.clock.now, covers)
+        judges = self.world.clock.now >= job.judge_from
         for member in self.at_work:
-            if member not in job.members or not reachable(draft, member):
+            gone = judges and (member not in job.members or not reachable(draft, member))
+            if gone or unproved(job, member):  # the word of a watchdog that saw no end is no silence
                 self.excused.add(self.at_work[member])
 
     def _alone(self, job: Job, transfer: str, runs: bool) -> None:

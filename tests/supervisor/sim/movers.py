@@ -156,6 +156,9 @@ class Mover(Proc):
         super().freeze()
 
     def wake(self) -> None:
+        if self.hangs:
+            self.come_back()
+            return
         super().wake()
         self.froze = None
         self._kick()
