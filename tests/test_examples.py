@@ -97,6 +97,7 @@ def versions_of(told: list[str]) -> None:
     assert told == [f"serves version {step} (step-{step}): [{10.0 * step}]" for step in (1, 2, 3)]
 
 
+@pytest.mark.long
 def test_integrate_engine_over_http() -> None:
     versions_of(run("integrate_engine.py", "http"))
 

@@ -87,6 +87,7 @@ def leaves_by_force(stage: Stage, going: Gang, *staying: Gang) -> None:
     stage.smooth()
 
 
+@pytest.mark.long
 def test_leave_drain_and_force(make_world: Maker) -> None:
     stage = staged(make_world, (("b",), ("c",), ("d",)))
     first, second, third = stage.engines

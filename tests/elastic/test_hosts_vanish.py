@@ -174,6 +174,7 @@ def test_each_watchdog(stage: Stage, how: signal.Signals) -> None:
 # -- hosts
 
 
+@pytest.mark.long
 def test_an_engines_host_vanishes_and_comes_back(make_world: Maker) -> None:
     """Evicted after its silence; the others commit without it, in one rebuild; what comes back starts anew."""
     stage = Stage(make_world(**SETTINGS, **QUICK))

@@ -28,6 +28,7 @@ def actor(kind: type, group: str, where: str, runtime: Path, job: str, **more: A
     return made
 
 
+@pytest.mark.long
 def test_what_dies_at_every_start_is_given_up(nodes: RayNodes, runtime: Path) -> None:
     """Without a supervisor, even."""
     limits = Limits(failures=3, pause=0.1, longest=0.2)
