@@ -11,6 +11,7 @@ from elastic_reshard.protocol import view
 from elastic_reshard.supervisor import (
     admission,
     core,
+    forgiving,
     holdings,
     installing,
     membership,
@@ -101,8 +102,8 @@ BREAKAGES: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "a connection that was replaced puts members out": (
         member,
-        "if self.farewell is not None and self.farewell.over:",
-        "if self.farewell is not None:",
+        "return self.farewell is not None and self.farewell.over",
+        "return self.farewell is not None",
     ),
     "what a dead gang has published is dropped": (admission, "eras = (*past[-1:], era)", "eras = (era,)"),
     "an epoch for every word": (admission, "draft.epoch_ended |= bool(newcomers)", "draft.epoch_ended = True"),
@@ -163,8 +164,8 @@ BREAKAGES: dict[str, tuple[ModuleType, str, str]] = {
         "if True:\n        return False\n    served",
     ),
     "the supervisor's own silence makes others late": (
-        transfers,
-        "return min(moment + seconds, draft.now)",
+        forgiving,
+        "return min(moment + seconds - counted, draft.now)",
         "return moment",
     ),
     "a landing slot is given to a second version": (
