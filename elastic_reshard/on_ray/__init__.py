@@ -11,11 +11,11 @@
 Ray is imported here and nowhere else in the package; `ray.init` is the program's own business and comes first.
 """
 
+from elastic_reshard.on_ray.events import Limits, Phase, Run
 from elastic_reshard.on_ray.fleet import Fleet
 from elastic_reshard.on_ray.groups import Groups
 from elastic_reshard.on_ray.joining import Seat, join, seat, vouch
 from elastic_reshard.on_ray.keeper import Found, client, close, find, start
-from elastic_reshard.on_ray.plan import Limits, Phase, Run
 
 __all__ = [
     "Fleet",

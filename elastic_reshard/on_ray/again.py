@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from elastic_reshard.on_ray.plan import Phase, Run, Size, State, begin, more
+from elastic_reshard.on_ray.events import Phase, Run, Size, State
+from elastic_reshard.on_ray.plan import begin, more
 
 __all__ = ["STARTED", "resume", "runs", "words"]
 

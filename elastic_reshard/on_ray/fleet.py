@@ -18,7 +18,7 @@ from elastic_reshard.errors import RefitTimeout, SupervisorUnreachable
 from elastic_reshard.log import logger
 from elastic_reshard.member import Group
 from elastic_reshard.on_ray import cluster
-from elastic_reshard.on_ray.plan import Size
+from elastic_reshard.on_ray.events import Size
 
 __all__ = ["Crew", "Fleet", "Gone"]
 

@@ -26,7 +26,7 @@ from elastic_reshard.errors import (
     SupervisorUnreachable,
 )
 from elastic_reshard.log import logger
-from elastic_reshard.on_ray import again, cluster, plan
+from elastic_reshard.on_ray import again, cluster, events, plan
 from elastic_reshard.on_ray.fleet import Crew, Fleet
 from elastic_reshard.on_ray.keeper import client as client_of
 from elastic_reshard.on_ray.kept import Kept
@@ -67,9 +67,9 @@ class Groups:
     Raises ProtocolError for fleets that cannot work; with adopt, MembershipError if Ray does not answer."""
 
     def __init__(
-        self, job: str, fleets: Sequence[Fleet], limits: plan.Limits | None = None, *, adopt: bool = False
+        self, job: str, fleets: Sequence[Fleet], limits: events.Limits | None = None, *, adopt: bool = False
     ) -> None:
-        self._job, self._limits = job, limits or plan.Limits()
+        self._job, self._limits = job, limits or events.Limits()
         self._fleets = {fleet.name: fleet for fleet in fleets}
         if len(self._fleets) < len(fleets):
             raise ProtocolError("fleets that cannot work: two have one name")
@@ -77,9 +77,9 @@ class Groups:
             raise ProtocolError("fleets that cannot work: " + "; ".join(faults))
         self._state = plan.begin({fleet.name: fleet.sizes for fleet in fleets}, time.monotonic())
         self._changed = threading.Condition()
-        self._resizes: list[plan.Resize] = []
+        self._resizes: list[events.Resize] = []
         self._crews: dict[str, Crew] = {}
-        self._todo: deque[plan.Action] = deque()  # each is repeated until Ray has taken it
+        self._todo: deque[events.Action] = deque()  # each is repeated until Ray has taken it
         self._kept, self._adopt, self._leave = Kept(job), adopt, False
         self._sweep_at = 0.0
         self._keeper = f"{cluster.NAMESPACE}/{job}/{uuid.uuid4().hex}"
@@ -101,7 +101,7 @@ class Groups:
 
     # -- for the user, any thread
 
-    def status(self) -> dict[str, plan.Run]:
+    def status(self) -> dict[str, events.Run]:
         """All groups by name, those that are over included. Raises as `wait` if the thread has ended by an error."""
         with self._changed:
             self._check()
@@ -122,9 +122,9 @@ class Groups:
             raise ProtocolError(f"there is no fleet {fleet!r} of {groups} groups; fleets are {', '.join(self._fleets)}")
         with self._changed:
             self._check()
-            self._resizes.append(plan.Resize(fleet, groups))
+            self._resizes.append(events.Resize(fleet, groups))
 
-    def wait(self, *names: str, phase: plan.Phase = plan.Phase.DONE, timeout: float | None = None) -> None:
+    def wait(self, *names: str, phase: events.Phase = events.Phase.DONE, timeout: float | None = None) -> None:
         """Block until these groups (all, without names) are in a phase. Raises MembershipError if one was given up, naming
         why; RefitTimeout; whatever ended the thread."""
         end = None if timeout is None else time.monotonic() + timeout
@@ -132,8 +132,8 @@ class Groups:
             while True:
                 self._check()
                 about = [run for name, run in self._shown.items() if not names or name in names]
-                lost = [run for run in about if run.phase is plan.Phase.GIVEN_UP]
-                if lost and phase is not plan.Phase.GIVEN_UP:
+                lost = [run for run in about if run.phase is events.Phase.GIVEN_UP]
+                if lost and phase is not events.Phase.GIVEN_UP:
                     raise MembershipError("; ".join(f"group {run.name} was given up: {run.reason}" for run in lost))
                 late = [run for run in about if run.phase is not phase]
                 if not late and len(about) >= len(set(names)):
@@ -164,7 +164,7 @@ class Groups:
         if said:
             _log.info("groups.adopted", job=self._job, groups=sorted(self._crews))
 
-    def _crew(self, run: plan.Run) -> Crew:
+    def _crew(self, run: events.Run) -> Crew:
         return Crew(self._fleets[run.fleet], run.name, run.attempt, self._keeper, outlives=self._adopt)
 
     def close(self, leave: bool = False) -> None:
@@ -286,7 +286,7 @@ class Groups:
             if not ray.is_initialized():
                 raise
             why = cluster.words_of(error)
-            self._decide(plan.Missed(why))
+            self._decide(events.Missed(why))
             at = self._state.sight
             _log.warning("groups.blind", job=self._job, misses=at.misses, why=why,
                          seconds=round(time.monotonic() - at.since, 1))  # fmt: skip
@@ -310,17 +310,17 @@ class Groups:
         shun = functools.cache(self._shunned)
         for crew in list(self._crews.values()):
             if crew.place(shun):
-                self._step(plan.Placed(crew.group, crew.attempt))
+                self._step(events.Placed(crew.group, crew.attempt))
             self._see_ends(crew)
-        self._step(plan.Tick())
+        self._step(events.Tick())
 
     def _see_nodes(self) -> None:
         nodes = cluster.nodes()
-        self._step(plan.Seen())
+        self._step(events.Seen())
         dead = frozenset(node for node, alive in nodes.items() if not alive)
         if dead != self._dead:
             self._dead = dead
-            self._step(plan.NodesGone(dead))
+            self._step(events.NodesGone(dead))
 
     def _see_others(self) -> None:
         """Whether another one keeps these groups now; what is left of the one before is ended."""
@@ -372,13 +372,13 @@ class Groups:
             return
         looked = self._looked
         unheard = {crew.group for crew in self._crews.values() if crew.unheard} - looked.whole
-        self._step(plan.Viewed(looked.whole, looked.asked, looked.grow, looked.held, looked.broken | unheard))
+        self._step(events.Viewed(looked.whole, looked.asked, looked.grow, looked.held, looked.broken | unheard))
 
-    def _step(self, event: plan.Event) -> None:
+    def _step(self, event: events.Event) -> None:
         self._decide(event)
         self._work()
 
-    def _decide(self, event: plan.Event) -> None:
+    def _decide(self, event: events.Event) -> None:
         state, actions = plan.step(self._state, event, time.monotonic(), self._limits)
         for name, run in state.runs.items():
             was = self._state.runs.get(name)
@@ -398,16 +398,16 @@ class Groups:
             self._shown = self._state.runs
             self._changed.notify_all()
 
-    def _do(self, action: plan.Action) -> None:
+    def _do(self, action: events.Action) -> None:
         match action:
-            case plan.Start(group, attempt):
+            case events.Start(group, attempt):
                 self._crews[group] = self._crew(replace(self._state.runs[group], attempt=attempt))
-            case plan.End(group, attempt):
+            case events.End(group, attempt):
                 crew = self._crews.get(group)
                 if crew is not None and crew.attempt == attempt:
                     crew.end()
                     del self._crews[group]
-            case plan.Ask(group):
+            case events.Ask(group):
                 self._ask(group)
 
     def _ask(self, group: str) -> None:

@@ -36,31 +36,7 @@ from elastic_reshard.on_ray.events import (
     Viewed,
 )
 
-__all__ = [
-    "Action",
-    "Ask",
-    "End",
-    "Ended",
-    "Event",
-    "Limits",
-    "Missed",
-    "NodesGone",
-    "Phase",
-    "Placed",
-    "Resize",
-    "Run",
-    "Seen",
-    "Sight",
-    "Size",
-    "Start",
-    "State",
-    "Tick",
-    "Viewed",
-    "begin",
-    "lost",
-    "more",
-    "step",
-]
+__all__ = ["begin", "lost", "more", "step"]
 
 _OVER: Final = (Phase.DONE, Phase.GIVEN_UP)
 _WORKING: Final = (Phase.WAITING, Phase.STARTING, Phase.RUNNING, Phase.LEAVING)

@@ -22,7 +22,7 @@ _LEFT: Final = "left"  # the supervisor's reason for who left by itself
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """whole, asked, grow, held, broken: as `plan.Viewed`. drained: hosts that are to be emptied."""
+    """whole, asked, grow, held, broken: as `events.Viewed`. drained: hosts that are to be emptied."""
 
     whole: frozenset[str] = frozenset()
     asked: Mapping[str, bool] = field(default_factory=dict)

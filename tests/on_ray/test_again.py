@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_reshard.on_ray import plan
+from elastic_reshard.on_ray import events, plan
 from elastic_reshard.on_ray.again import STARTED, resume, runs, words
-from elastic_reshard.on_ray.plan import Ended, Limits, Phase, Placed, Resize, Size, Start, Tick, Viewed
+from elastic_reshard.on_ray.events import Ended, Limits, Phase, Placed, Resize, Size, Start, Tick, Viewed
 from tests.on_ray.test_plan import World
 
 SIZES = {"trainer": Size(2, 1), "engine": Size(1, 3, grows=True)}
@@ -73,7 +73,7 @@ def test_who_was_to_go_goes_on_going() -> None:
     said = words(world.state)
     state = resume(said, {"engine": Size(1, 2)}, {"engine-0", "engine-1"}, 7.0)
     _, actions = plan.step(state, Viewed(frozenset()), 7.0, Limits())
-    assert actions == [plan.Ask("engine-1")]
+    assert actions == [events.Ask("engine-1")]
     assert resume(said, {"engine": Size(1, 2)}, {"engine-0"}, 7.0).runs["engine-1"].phase is Phase.DONE
 
 
@@ -89,7 +89,7 @@ _event = st.one_of(
 
 @given(st.lists(_event, max_size=30), st.lists(_event, max_size=10), st.data())
 def test_no_attempt_is_ever_started_twice(
-    before: list[plan.Event], after: list[plan.Event], data: st.DataObject
+    before: list[events.Event], after: list[events.Event], data: st.DataObject
 ) -> None:
     """Whenever the driver dies, and whoever of its workers lives."""
     sizes = {"trainer": Size(2, 1), "engine": Size(2, 2)}

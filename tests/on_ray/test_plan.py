@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_reshard.errors import ProtocolError
 from elastic_reshard.on_ray import plan
-from elastic_reshard.on_ray.plan import (
+from elastic_reshard.on_ray.events import (
     Action,
     Ask,
     End,
