@@ -50,7 +50,7 @@ cli_chaos.add_to(app)
 cli_control.add_to(bench_app)
 cli_doctor.add_to(app)
 # Into a file or a pipe tables go at full width.
-_out, _err = Console(width=None if sys.stdout.isatty() else 200), Console(stderr=True)
+_out, _err = Console(width=None if sys.stdout.isatty() else 200, markup=False), Console(stderr=True, markup=False)
 
 Model = Annotated[str, typer.Option(help="A model of the catalog.")]
 SourceOption = Annotated[str, typer.Option("--source", help="The trainers' parallelism, such as fsdp4 or tp2xpp2.")]

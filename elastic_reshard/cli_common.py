@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 # Into a file or a pipe tables go at full width.
-out, err = Console(width=None if sys.stdout.isatty() else 200), Console(stderr=True)
+out, err = Console(width=None if sys.stdout.isatty() else 200, markup=False), Console(stderr=True, markup=False)
 _QUICK: Final = 1.0  # seconds that a person's shell waits for names
 
 Url = Annotated[str | None, typer.Option("--url", help="The supervisor; else $ELASTIC_RESHARD_URL or this machine's.")]

@@ -12,7 +12,7 @@ from elastic_reshard.errors import LayoutError
 
 __all__ = ["add_to"]
 
-_out, _err = Console(width=200), Console(stderr=True)
+_out, _err = Console(width=200, markup=False), Console(stderr=True, markup=False)
 _GROWTH = "100,300,1000,3000,10000"
 
 

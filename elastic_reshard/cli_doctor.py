@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_to"]
 
-_out, _err = Console(width=None if sys.stdout.isatty() else 200), Console(stderr=True)
+_out, _err = Console(width=None if sys.stdout.isatty() else 200, markup=False), Console(stderr=True, markup=False)
 _COLOURS = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 __all__ = ["drain_here"]
 
-_out, _err = Console(width=200), Console(stderr=True)
+_out, _err = Console(width=200, markup=False), Console(stderr=True, markup=False)
 
 
 def drain_here(job: str | None, within: float, wait: bool, as_json: bool) -> None:

@@ -25,7 +25,7 @@ from elastic_reshard.errors import SupervisorUnreachable, Unauthorized
 __all__ = ["watch"]
 
 # Into a file or a pipe tables go at full width.
-_out = Console(width=None if sys.stdout.isatty() else 200)
+_out = Console(width=None if sys.stdout.isatty() else 200, markup=False)
 _AGAIN: Final = 0.25  # seconds between two attempts to connect
 _SILENT: Final = 5.0  # seconds without a word after which a connection counts as lost; it says something each second
 _LINES: Final = 12

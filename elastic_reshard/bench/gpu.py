@@ -161,9 +161,9 @@ def table(found: dict[str, Any]) -> Table:
     for column in ("section", "what", "figures"):
         made.add_column(column)
     for row in found["figures"]:
-        kept = {True: "kept", False: "[red]not kept[/]", None: "not measured"}[row["kept"]]
+        kept = {True: "kept", False: "not kept", None: "not measured"}[row["kept"]]
         made.add_row("wanted", row["what"], f"{row['value']} {row['unit']} (wanted {row['wanted']}): {kept}")
     for name in SECTIONS:
         for what, value in (found.get(name) or {}).items():
-            made.add_row(name, what, str(value).replace("[", "\\["))
+            made.add_row(name, what, str(value))
     return made

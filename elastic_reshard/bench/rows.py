@@ -38,8 +38,8 @@ def _cells(rows: list[Row]) -> Iterator[tuple[str, str, str, str, str]]:
             if row.unit == "s"
             else f"{row.value:.0f} {row.unit}"
         )
-        bound = {True: "kept", False: "[red]not kept[/]", None: ""}[row.kept]
-        right = "right" if row.right else "[bold red]WRONG[/]"
+        bound = {True: "kept", False: "not kept", None: ""}[row.kept]
+        right = "right" if row.right else "WRONG"
         yield row.what, value.strip(), row.wanted, f"{bound} {right}".strip(), ", ".join(_shown(row.beside))
 
 
