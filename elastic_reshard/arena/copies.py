@@ -3,6 +3,7 @@ one launch for all of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -152,6 +153,18 @@ class Copies:
         elif target.numel():
             self._on(device).casts.append((target, source))
 
+    def extend(self, others: Iterable[Copies]) -> None:
+        """All that others have, behind what is here: what was a launch each is one launch."""
+        for other in others:
+            self._pairs += other._pairs
+            self._casts += other._casts
+            self.nbytes += other.nbytes
+            for place, there in other._devices.items():
+                mine = self._on(place)
+                mine.pairs += there.pairs
+                mine.casts += there.casts
+                mine.table = None
+
     def __len__(self) -> int:
         there = sum(len(d.pairs) + len(d.casts) for d in self._devices.values())
         return len(self._pairs) + len(self._casts) + there
@@ -159,7 +172,12 @@ class Copies:
     @property
     def device(self) -> Device | None:
         """The device that some of them run on; None: all are done when `run` returns."""
-        return next((there.device for there in self._devices.values()), None)
+        return next(iter(self.devices), None)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """All devices that some of them run on."""
+        return tuple(there.device for there in self._devices.values())
 
     def prepare(self) -> None:
         """Do ahead what the first `run` would do beside launching: some 10 us a copy on a device, and an upload."""

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaDevice", "CudaMemory", "CudaStream", "open_index", "open_uuid"]
 
-_BLOCKS_PER_SM: Final = 8
 # Of a piece that is digested whole, what one block takes at least.
 _DIGEST_BYTES: Final = 32 << 10
 # By engine, if there is host memory and an operation is worth its launch: engines leave the SMs to the member's own work.
@@ -88,7 +87,6 @@ class CudaDevice:
         self.index: Final = index
         self._context = Context(index)
         major, minor = (self._context.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
-        self._blocks: Final = _BLOCKS_PER_SM * self._context.attribute("MULTIPROCESSOR_COUNT")
         self._reads_registered = bool(self._context.attribute("CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"))
         self._vmm = Vmm(self._context, self.id)
         self._hosts: Ranges[Registration] = Ranges()
@@ -192,9 +190,8 @@ class CudaDevice:
         self._fly(stream, table, held)
 
     def _by_kernel(self, table: CopyTable, prepared: _Prepared, stream: Stream) -> None:
-        tiles = len(table.tiles)
-        args = (*prepared.addresses, tiles), (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
-        self._launch(self._copy, (min(tiles, self._blocks), 1), args, stream)
+        args = tuple(prepared.addresses), (ctypes.c_uint64, ctypes.c_uint64)
+        self._launch(self._copy, (len(table.tiles), 1), args, stream)
 
     def _captures(self, stream: Stream) -> bool:
         if not stream.handle:  # the default stream is never captured, and asking may break another's capture

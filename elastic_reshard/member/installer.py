@@ -21,6 +21,7 @@ from elastic_reshard.member.lander import Lander, Telling
 from elastic_reshard.member.puller import Origin, Prepared, Puller, Request
 from elastic_reshard.member.remote import Remote
 from elastic_reshard.member.stage import Stage
+from elastic_reshard.member.tensors import Look
 from elastic_reshard.protocol.docs import GroupDoc, PublicationDoc, PublicationState, TicketDoc, VerdictDoc
 from elastic_reshard.protocol.hooks import hook
 
@@ -29,6 +30,9 @@ __all__ = ["Installer"]
 _log = logger("member")
 # The group's ticket ends a little before the call does, so that a survivor hears who was late instead of only being late.
 _MARGIN = 1.0
+# Seconds for which a look at the live tensors is good: where no rank is missing, the ticket comes within some milliseconds;
+# during a longer wait another thread may move them.
+_FRESH = 0.1
 _AT_ONCE = 4  # arenas that are unmapped before somebody is listened to again
 _SERVED = (PublicationState.MOVING, PublicationState.COMMITTED)
 
@@ -73,9 +77,11 @@ class Installer:
             core.ask(timeout - min(_MARGIN, timeout / 4))
             self._desk.say()
         try:
+            looked, look = time.monotonic(), self._look()  # while the request is on its way, and not in the pause
             ticket, answer = self._granted(deadline, timeout)
             if ticket is not None:
-                pause = self._pull(ticket, deadline)
+                pause = self._pull(ticket, deadline, look if time.monotonic() - looked < _FRESH else None)
+            look = None
             if answer is None or ticket is not None:
                 answer = self._verdict(deadline, timeout)
         except BaseException:
@@ -89,6 +95,13 @@ class Installer:
             self._desk.say()
         self.last = self._result(answer, pause)
         return self.last
+
+    def _look(self) -> Look | None:
+        """The live tensors, ahead of the ticket. What fails here fails again where the group hears of it."""
+        try:
+            return self._puller.look()
+        except Exception:  # noqa: BLE001 - whatever the user's function raises, it raises again where it is reported
+            return None
 
     def _granted(self, deadline: float, timeout: float) -> tuple[TicketDoc | None, VerdictDoc | None]:
         core = self._desk.core
@@ -117,13 +130,13 @@ class Installer:
         hook("member.install.granted")
         return ticket, verdict
 
-    def _pull(self, ticket: TicketDoc, deadline: float) -> float:
+    def _pull(self, ticket: TicketDoc, deadline: float, look: Look | None) -> float:
         """Copy, compare the generations of all slots that were read, report. Never raises for what others did wrong: the
         report is how the group learns of it. Seconds in which the live tensors were touched."""
         core = self._desk.core
         reason, nbytes, begun = "", 0, time.monotonic()
         try:
-            prepared = self._prepare(ticket, deadline)
+            prepared = self._prepare(ticket, deadline, look)
             reason = self._changed(prepared)
             if not reason:
                 hook("member.install.pulling")
@@ -155,7 +168,7 @@ class Installer:
             return f"landing slots of {', '.join(landed)} were reset while they were read"
         return f"slots of source ranks {ranks} were written again while they were read" if ranks else ""
 
-    def _prepare(self, ticket: TicketDoc, deadline: float) -> Prepared:
+    def _prepare(self, ticket: TicketDoc, deadline: float, look: Look | None) -> Prepared:
         with self._desk.changed:
             publication = self._desk.core.view.publications.get(ticket.publication)
             group = self._desk.core.my_group
@@ -170,7 +183,7 @@ class Installer:
         if len(here) < len(publication.sources):
             landed = self._landed(publication, group.destination_layout, gone, deadline)
         self._request = Request(source, destination, origins, correspondences, landed)
-        prepared = self._puller.check(self._request)
+        prepared = self._puller.check(self._request, look)
         self._forget(publication)
         return prepared
 

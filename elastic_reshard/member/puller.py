@@ -70,7 +70,7 @@ class _Step:
     """Copies that run together; with a function, those of one tensor and the tensor itself. in_host: it lies in host memory,
     so that what a device copies there has to be waited for."""
 
-    copies: list[Copies]
+    copies: Copies
     name: str = ""
     tensor: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     gaps: bool = False  # no region covers all of it
@@ -78,14 +78,13 @@ class _Step:
 
     def streams(self) -> dict[tuple[str, int], Stream]:
         """What it would be launched on now."""
-        currents = {d.id: d.current() for d in (c.device for c in self.copies) if d is not None}
+        currents = {device.id: device.current() for device in self.copies.devices}
         return {(device, stream.handle): stream for device, stream in currents.items()}
 
     def run(self) -> None:
         if self.gaps:
             self.tensor.zero_()
-        for copies in self.copies:
-            copies.run()
+        self.copies.run()
         for stream in self.streams().values() if self.in_host else ():
             stream.synchronize()
 
@@ -239,14 +238,18 @@ class Puller:
             return 0
         return max((_local_nbytes(destination, name, self._rank) for name in destination), default=0)
 
-    def check(self, request: Request) -> Prepared:
+    def look(self) -> Look | None:
+        """The live tensors as they are now, for `check`; None where a function is handed them. Raises as `check` does."""
+        return self._tensors.look() if self._tensors is not None else None
+
+    def check(self, request: Request, look: Look | None = None) -> Prepared:
         """Plan and bind, or find it done: nothing moves. Blocks for some ms a hundred tensors the first time, for the
-        fingerprint of the live tensors afterwards.
+        fingerprint of the live tensors afterwards, if there is no look at them yet.
 
         Raises LayoutMismatch (every violation), ShardLost (boxes that nothing here holds), ArenaError (slots that don't hold
         what the layout says, or a buffer beyond the limit), and whatever the user's `tensors` callable raises.
         """
-        look = self._tensors.look() if self._tensors is not None else None
+        look = self.look() if look is None else look
         state = look.described.state if look is not None else ()
         what: Hashable = (request.source.content_id, request.destination.content_id, request.correspondences)
         where = tuple((rank, o.reader, o.slot) for rank, o in sorted(request.origins.items()))
@@ -332,7 +335,7 @@ class Puller:
         ranks = tuple(member for member in read if member < piece.sources)
         landed = tuple(piece.landed[member] for member in read if member >= piece.sources)
         state = look.described.state if look is not None else ()
-        return _Bound(state, steps, ranks, landed, sum(c.nbytes for step in steps for c in step.copies))
+        return _Bound(state, steps, ranks, landed, sum(step.copies.nbytes for step in steps))
 
     @staticmethod
     def _devices_of(request: Request) -> list[Device]:
@@ -359,8 +362,7 @@ class Puller:
             nbytes = _local_nbytes(destination, ref.name, self._rank)
             tensor = self._buffer[:nbytes].view(torch_dtype(layout.dtype)).view(shape)
             copies = _copies(_only(piece, ref, order[bounds[t] : bounds[t + 1]]), {(0, ref.name): tensor}, peers)
-            gaps = sum(c.nbytes for c in copies) < nbytes
-            steps.append(_Step(copies, ref.name, tensor, gaps, self.device is None))
+            steps.append(_Step(copies, ref.name, tensor, copies.nbytes < nbytes, self.device is None))
         return steps
 
     def _make_buffer(self, destination: ModelLayout) -> None:
@@ -423,7 +425,9 @@ def _only(piece: Slice, ref: TensorRef, rows: npt.NDArray[np.int64]) -> Slice:
     return Slice(piece.member, piece.plan, (ref,), legs, piece.message[rows], piece.rounds)
 
 
-def _copies(piece: Slice, targets: Mapping[tuple[int, str], torch.Tensor], peers: dict[int, PeerViews]) -> list[Copies]:
-    """The slice's copies, bound as a transfer inside a domain binds them; nothing of it is staged."""
+def _copies(piece: Slice, targets: Mapping[tuple[int, str], torch.Tensor], peers: dict[int, PeerViews]) -> Copies:
+    """The slice's copies, bound as a transfer inside a domain binds them, all in one; nothing of it is staged."""
     program = bind(StagingPlan(piece, Views({}, targets), 0), None, peers, piece.rounds)
-    return [pull.copies for r in program.rounds for pull in (*r.pulls, *r.landed)]
+    found = Copies()
+    found.extend(pull.copies for r in program.rounds for pull in (*r.pulls, *r.landed))
+    return found

@@ -47,9 +47,8 @@ template <typename T> void __stcs(T* at, T held) { *at = held; }
 static void atomicAdd(unsigned long long* at, unsigned long long more) { *at += more; }
 """
 LAUNCH = r"""
-extern "C" void run_copy(const Entry* e, const Tile* t, u32 count, u32 blocks) {
-  gridDim.x = blocks;
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) copy_table(e, t, count);
+extern "C" void run_copy(const Entry* e, const Tile* t, u32 count) {
+  for (blockIdx.x = 0; blockIdx.x < count; ++blockIdx.x) copy_table(e, t);
 }
 extern "C" void run_digest(const Piece* p, u32 count, u64* out, u32 share) {
   gridDim = {count, share, 1};
@@ -91,7 +90,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 def by_kernel(kernels: ctypes.CDLL) -> Run:
     def run(table: CopyTable) -> None:
         at = [ctypes.c_void_p(a.ctypes.data) for a in (table.entries, table.tiles)]
-        kernels.run_copy(*at, ctypes.c_uint32(len(table.tiles)), ctypes.c_uint32(3))
+        kernels.run_copy(*at, ctypes.c_uint32(len(table.tiles)))
 
     return run
 

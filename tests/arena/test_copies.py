@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from elastic_reshard.arena import Copies, HostArena
+from elastic_reshard.arena.boxes import array_at
 from elastic_reshard.arena.copies import raw, strided_tensor
 from elastic_reshard.arena.device import Device
+from elastic_reshard.arena.pretend import open_pretend
 from elastic_reshard.arena.strided import Strided
 from elastic_reshard.errors import ArenaError
 from tests.arena.helpers import first_device, numbers, on_device
@@ -121,3 +123,29 @@ def test_what_cannot_be_copied_is_refused(device: Device) -> None:
     copies.add(np.zeros(16, np.uint32), there)
     with pytest.raises(ArenaError, match="not registered"):
         copies.run()
+
+
+def test_what_several_prepared_is_one_launch_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [open_pretend(n) for n in (0, 1)]
+    launched: list[str] = []
+    for device in devices:
+        run = device.copy
+        monkeypatch.setattr(device, "copy", lambda *a, run=run, name=device.id: (launched.append(name), run(*a))[1])
+    sources = [np.asarray(numbers(96, 2)) + n for n in range(4)]
+    there = [on_device(devices[n // 2], source) for n, source in enumerate(sources)]
+    targets = [on_device(devices[n // 2], np.zeros(96, np.uint16)) for n in range(4)]
+    plain = np.zeros(96, np.uint16)
+    apart = [Copies() for _ in range(5)]
+    for copies, target, source in zip(apart, targets, there, strict=False):
+        copies.add(target, source)
+        copies.prepare()
+    apart[4].add(plain, sources[3])
+    together = Copies()
+    together.extend(apart)
+    assert (len(together), together.nbytes) == (5, 5 * 192)
+    assert together.devices == tuple(devices)
+    together.run()
+    assert launched == [device.id for device in devices]
+    for target, source in zip(targets, sources, strict=True):
+        assert np.array_equal(array_at(target), source)
+    assert np.array_equal(plain, sources[3])

@@ -15,6 +15,7 @@ from elastic_reshard.arena.copies import raw
 from elastic_reshard.arena.pretend import open_pretend
 from elastic_reshard.errors import ArenaError, GroupBroken, NothingInstallable
 from elastic_reshard.layout import ModelLayout
+from elastic_reshard.member import installer
 from elastic_reshard.member.installer import Installer
 from elastic_reshard.member.puller import Prepared, Puller
 from elastic_reshard.member.stage import Stage
@@ -154,6 +155,36 @@ def test_an_engine_on_a_device_maps_host_arenas_so_that_the_device_reaches_them(
     memory = engine.installer._registered["t0"]
     assert device._hosts.keepers([(memory.address, memory.address + memory.nbytes)])
     assert not reader._arena.bytes.flags.writeable
+
+
+@pytest.mark.parametrize(("fresh", "looks"), [(100.0, 1), (-1.0, 2)])
+def test_tensors_are_looked_at_while_the_request_is_on_its_way_and_again_after_a_long_wait(
+    engine: Engine, fresh: float, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installer, "_FRESH", fresh)
+    moved = {n: torch.zeros_like(t) for n, t in engine.live.items()}
+    held, asked = [engine.live, engine.live, moved], []
+
+    def tensors() -> dict[str, torch.Tensor]:
+        asked.append(engine.core.install.ticket)
+        return held[min(len(asked), 2)]
+
+    engine.installer._puller = Puller(0, tensors=tensors, given=WANTED)
+    engine.publish(1)
+    assert engine.install(1)["changed"]
+    assert asked == [None, "k1"][:looks]  # moved in between: it is the second look that counts
+    engine.live = held[looks]
+    assert engine.holds(1)
+
+
+def test_tensors_that_cannot_be_had_break_the_install_of_the_group(engine: Engine) -> None:
+    def gone() -> dict[str, torch.Tensor]:
+        raise ArenaError("asleep")
+
+    engine.installer._puller = Puller(0, tensors=gone, given=WANTED)
+    engine.publish(1)
+    assert "asleep" in str(engine.install(1))
+    assert (engine.core.install.outcome, engine.core.install.reason) == ("failed", "ArenaError: asleep")
 
 
 def test_with_all_sources_near_landing_slots_are_not_looked_at(engine: Engine) -> None:
