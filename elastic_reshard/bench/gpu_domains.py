@@ -29,8 +29,8 @@ _CELL, _WIDE_CELL, _MANY = 1 << 20, 64 << 20, 12 << 30
 _SHARED = 1 << 30  # bytes, where ranks share a GPU and NCCL goes through the host at 1-2 GB/s
 
 
-def _small(setup: GpuSetup) -> tuple[Layouts, dict[str, Any]]:
-    layouts = transformer(setup.nbytes(_SHARED), setup.half, 1, setup.half)
+def _small(setup: GpuSetup, engines: int = 1) -> tuple[Layouts, dict[str, Any]]:
+    layouts = transformer(setup.nbytes(_SHARED if engines == 1 else _SHARED // 2), setup.half, engines, setup.half)
     return layouts, {
         "model": "a transformer's shapes",
         "GB": round(layouts.nbytes / 1e9, 3),
@@ -38,9 +38,9 @@ def _small(setup: GpuSetup) -> tuple[Layouts, dict[str, Any]]:
     }
 
 
-def _play(setup: GpuSetup, stage: DeviceStage, layouts: Layouts) -> Play:
-    hosts = [chr(ord("a") + n) for n in range(2 * setup.half)]
-    return Play(stage, layouts, hosts[: setup.half], [hosts[setup.half :]])
+def _play(setup: GpuSetup, stage: DeviceStage, layouts: Layouts, engines: int = 1) -> Play:
+    gangs = [[f"{chr(ord('a') + n)}{rank}" for rank in range(setup.half)] for n in range(1 + engines)]
+    return Play(stage, layouts, gangs[0], gangs[1:])
 
 
 def network_of(stage: DeviceStage) -> str:
@@ -110,15 +110,18 @@ def _refits(
 
 
 def recover(setup: GpuSetup) -> dict[str, Any]:
-    """Movers and the supervisor killed in mid-transfer; the rows of `bench recovery`."""
-    # Two ranks a side at least, for one's mover is killed: on two devices two members share each.
+    """Movers, the supervisor and, on two devices, an engine's member and another one's host killed in mid-transfer; the rows of
+    `bench recovery`."""
+    # Two ranks a side at least, for one's mover is killed: on two devices a rank of each of four gangs shares each, which
+    # also leaves time to hit a transfer in.
     pair = setup if setup.half > 1 else replace(setup, gpus=1)
-    layouts, told = _small(pair) if setup.gpus <= 2 else model_layouts(setup)
+    engines = 3 if setup.gpus == 2 else 1
+    layouts, told = _small(pair, engines) if setup.gpus <= 2 else model_layouts(setup)
     found: dict[str, Any] = {"model": told}
     begun, segments = time.monotonic(), set(nccl_segments())
     with DeviceStage(setup.kit(window="anytime", network=setup.network)) as stage:
         with within(0.6 * setup.seconds):
-            play = _play(pair, stage, layouts)
+            play = _play(pair, stage, layouts, engines)
             whole = _whole(play)
         found |= {"went over": network_of(stage), "a transfer without a fault s": round(whole, 3)}
         print_result(found)
@@ -127,6 +130,9 @@ def recover(setup: GpuSetup) -> dict[str, Any]:
             "a receiving mover": lambda _: faults.mover_killed(play, "receiving", play.engines[0], whole, 2).to_data(),
             "the supervisor": lambda _: faults.supervisor_killed(stage, play).to_data(),
         }
+        if engines > 1:  # each fault takes an engine out of the play, and those that stay take less time
+            ways["an engine's member"] = lambda _: faults.member_killed(play, play.engines[-1], whole).to_data()
+            ways["a host"] = lambda _: faults.host_vanishes(stage, play, _whole(play), play.engines[-1]).to_data()
         run_ways(setup.seconds - (time.monotonic() - begun), ways, found)
         with within(10.0):
             gangs = (play.trainer, *play.engines)

@@ -35,9 +35,9 @@ SECTIONS: Final = {
     "limits": Time(40.0, 30.0, 30.0),
     "pulls": Time(50.0, 24.0, 24.0),
     "model": Time(80.0, 68.0, 68.0),
-    "share": Time(150.0, 119.0, 115.0),
+    "share": Time(150.0, 119.0, 95.0),
     "domains": Time(120.0, 66.0, 120.0),
-    "recover": Time(100.0, 66.0, 66.0),
+    "recover": Time(100.0, 66.0, 90.0),
     "survive": Time(60.0, 50.0, 50.0),
     "m2n": Time(110.0, 80.0, 50.0),
 }

@@ -18,7 +18,16 @@ from elastic_reshard.mover.status import Glance
 from elastic_reshard.protocol.deadlines import Deadlines
 from elastic_reshard.protocol.docs import TransferDoc
 
-__all__ = ["LARGE", "condemned", "host_vanishes", "joiner", "kill", "mover_killed", "supervisor_killed"]
+__all__ = [
+    "LARGE",
+    "condemned",
+    "host_vanishes",
+    "joiner",
+    "kill",
+    "member_killed",
+    "mover_killed",
+    "supervisor_killed",
+]
 
 LARGE = 256 << 20  # bytes of a cell
 _RANKS, _JOINER = 2, "e"
@@ -148,25 +157,36 @@ def joiner(stage: Stage, play: Play) -> Row:
     )  # fmt: skip
 
 
-def host_vanishes(stage: Stage, play: Play, whole: float) -> Row:
-    """All processes of the second engine's host, members, movers and watchdog; the others get the version. The last fault of a
-    play: that engine is gone."""
-    evict = Deadlines().evict
-    what = "a host vanishes in mid-transfer: to the commit, without the rest of the transfer"
-    wanted = f"<= {evict + _RECOVERS:g} s"
-    gone = play.engines[1]
+def member_killed(play: Play, gone: Gang, whole: float) -> Row:
+    """The last rank of an engine, which is gone with it, and out of the play; the others get the version."""
+    what = "an engine's member SIGKILLed in mid-transfer: to the commit, without the rest of the transfer"
+    return _engine_lost(play, gone, whole, what, _RECOVERS, lambda: [gone[-1].pid])
 
-    def vanish() -> None:
-        pids = stage.processes_of(gone.hosts[0])
-        for pid in pids:
+
+def host_vanishes(stage: Stage, play: Play, whole: float, gone: Gang | None = None) -> Row:
+    """All processes of an engine's host (of the second's, if none is given), members, movers and watchdog; the others get the
+    version. That engine is gone then, and out of the play."""
+    lost, evict = gone if gone is not None else play.engines[1], Deadlines().evict
+    what = "a host vanishes in mid-transfer: to the commit, without the rest of the transfer"
+    return _engine_lost(play, lost, whole, what, evict + _RECOVERS, lambda: stage.processes_of(lost.hosts[0]))
+
+
+def _engine_lost(
+    play: Play, gone: Gang, whole: float, what: str, limit: float, victims: Callable[[], list[int]]
+) -> Row:
+    def inflict() -> None:
+        for pid in victims():
             kill(pid)
 
-    shot, tries = _hit(play, lambda: play.shoot(vanish, _mid_way, [gone.name]))
+    wanted = f"<= {limit:g} s"
+    shot, tries = _hit(play, lambda: play.shoot(inflict, _mid_way, [gone.name]))
     if shot is None:
         return _missed(what, wanted)
+    play.engines.remove(gone)
     value = shot.played.committed - shot.at - shot.remaining(whole)
-    return Row(what, value, "s", wanted, value <= evict + _RECOVERS, shot.twice <= shot.flying,
-               _told(shot, whole) | {"tries": tries})  # fmt: skip
+    return Row(
+        what, value, "s", wanted, value <= limit, shot.twice <= shot.flying, _told(shot, whole) | {"tries": tries}
+    )
 
 
 def condemned(stage: Stage, play: Play) -> Row:

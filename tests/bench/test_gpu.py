@@ -125,7 +125,7 @@ def test_a_driver_that_does_not_answer_costs_one_figure(monkeypatch: pytest.Monk
 NEEDED = {
     False: {"environment": 9.1, "limits": 26.8, "pulls": 20.6, "model": 62.3, "share": 110.0, "domains": 60.0, "recover": 60.0,
             "survive": 45.0, "m2n": 70.0},
-    True: {"environment": 9.1, "limits": 26.8, "pulls": 20.6, "model": 62.3, "share": 105.0, "domains": 110.0, "recover": 60.0,
+    True: {"environment": 9.1, "limits": 26.8, "pulls": 20.6, "model": 62.3, "share": 85.0, "domains": 110.0, "recover": 80.0,
            "survive": 46.0, "m2n": 40.0},
 }  # fmt: skip
 
@@ -278,9 +278,12 @@ def test_without_a_gpu_it_says_how_to_try_it() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("section", ["limits", "model", "share", "domains", "recover", "survive"])
-def test_every_section_runs_on_a_pretended_device(section: str) -> None:
-    found = measure_gpu(GpuSetup("tiny", "pretend", 0, scale=0.01, seconds=200), lambda _: None, [section])
-    assert "error" not in found[section], found[section]
+@pytest.mark.parametrize(
+    ("section", "gpus"),
+    [("limits", 0), ("model", 0), ("share", 0), ("domains", 0), ("recover", 0), ("recover", 2), ("survive", 0)],
+)
+def test_every_section_runs_on_pretended_devices(section: str, gpus: int) -> None:
+    found = measure_gpu(GpuSetup("tiny", "pretend", gpus, scale=0.01, seconds=200), lambda _: None, [section])
+    assert not failed(found), failed(found)
     assert "ended by force" not in found[section]
     assert found["right"]
