@@ -37,14 +37,15 @@ _APART: Final = 256
 
 
 class Mapping:
-    """Mapped memory, which all arrays over it keep."""
+    """Mapped memory, which all arrays over it keep. far: it is another GPU's."""
 
-    __slots__ = ("__weakref__", "address", "nbytes", "writable")
+    __slots__ = ("__weakref__", "address", "far", "nbytes", "writable")
 
-    def __init__(self, address: int, nbytes: int, writable: bool) -> None:
+    def __init__(self, address: int, nbytes: int, writable: bool, far: bool = False) -> None:
         self.address: Final = address
         self.nbytes: Final = nbytes
         self.writable: Final = writable
+        self.far: Final = far
 
 
 def _give_back(maker: int, context: Context, address: int, nbytes: int, fd: int) -> None:
@@ -141,7 +142,7 @@ class Vmm:
         except ArenaError:
             call(driver.cuMemAddressFree, address, nbytes)
             raise
-        found = Mapping(address, nbytes, writable)
+        found = Mapping(address, nbytes, writable, self._is_far(handle))
         try:
             self._allow(address, nbytes, writable)
         except ArenaError:
@@ -149,6 +150,10 @@ class Vmm:
             raise
         weakref.finalize(found, _give_back, os.getpid(), self._context, address, nbytes, fd).atexit = False
         return found
+
+    def _is_far(self, handle: Any) -> bool:
+        error, told = outcome(driver.cuMemGetAllocationPropertiesFromHandle, handle)
+        return bool(error == driver.CUresult.CUDA_SUCCESS and told.location.id != self._context.index)
 
     def _allow(self, address: int, nbytes: int, writable: bool) -> None:
         access = driver.CUmemAccessDesc()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from elastic_reshard.arena.boxes import CopyTable
 
-__all__ = ["EngineOps", "Pitched", "engine_ops"]
+__all__ = ["EngineOps", "Pitched", "engine_ops", "engine_part"]
 
 _PITCH = 1 << 31  # CUDA takes no larger one
 
@@ -35,21 +38,43 @@ class EngineOps(NamedTuple):
 
 def engine_ops(table: CopyTable) -> EngineOps:
     """What engines have to do. Boxes whose elements lie apart one by one give an operation a row of a few bytes: slow."""
-    runs: list[tuple[int, int, int]] = []
-    pitched: list[Pitched] = []
-    for target, source, target_step, source_step, size, _, _, width, count in table.entries.tolist():
-        dims = [(int(size[d]), int(target_step[d]), int(source_step[d])) for d in range(count)]
-        nbytes = width
-        if dims[-1][1:] == (width, width):
-            nbytes *= dims.pop()[0]
-        rows = None
-        if dims and nbytes <= min(dims[-1][1:]) and max(dims[-1][1:]) < _PITCH:
-            rows = dims.pop()
-        for at in itertools.product(*(range(n) for n, _, _ in dims)):
-            to = target + sum(k * t for k, (_, t, _) in zip(at, dims, strict=True))
-            frm = source + sum(k * s for k, (_, _, s) in zip(at, dims, strict=True))
-            if rows is None:
-                runs.append((to, frm, nbytes))
-            else:
-                pitched.append(Pitched(to, frm, nbytes, *rows))
-    return EngineOps(runs, pitched)
+    ops = EngineOps([], [])
+    for entry in table.entries.tolist():
+        _add(ops, entry)
+    return ops
+
+
+def engine_part(table: CopyTable, ranges: Sequence[tuple[int, int]], least: int) -> tuple[EngineOps, CopyTable | None]:
+    """(what engines do, what is left of the table for a kernel, None if nothing is): engines take the boxes whose source begins
+    in one of the ranges of addresses, where that makes operations of `least` bytes on average. The table keeps the memory of
+    both."""
+    ops, rest, nbytes = EngineOps([], []), [], table.nbytes
+    for number, entry in enumerate(table.entries.tolist()):
+        moved, mine = int(np.prod(entry[4], dtype=np.int64)) * int(entry[7]), EngineOps([], [])
+        if moved >= least and any(low <= entry[1] < high for low, high in ranges):
+            _add(mine, entry)
+        if mine and moved >= least * len(mine):
+            ops.runs.extend(mine.runs)
+            ops.pitched.extend(mine.pitched)
+            nbytes -= moved
+        else:
+            rest.append(number)
+    return ops, CopyTable(table.entries[rest], nbytes, ()) if rest else None
+
+
+def _add(ops: EngineOps, entry: tuple[Any, ...]) -> None:
+    target, source, target_step, source_step, size, _, _, width, count = entry
+    dims = [(int(size[d]), int(target_step[d]), int(source_step[d])) for d in range(count)]
+    nbytes = width
+    if dims[-1][1:] == (width, width):
+        nbytes *= dims.pop()[0]
+    rows = None
+    if dims and nbytes <= min(dims[-1][1:]) and max(dims[-1][1:]) < _PITCH:
+        rows = dims.pop()
+    for at in itertools.product(*(range(n) for n, _, _ in dims)):
+        to = target + sum(k * t for k, (_, t, _) in zip(at, dims, strict=True))
+        frm = source + sum(k * s for k, (_, _, s) in zip(at, dims, strict=True))
+        if rows is None:
+            ops.runs.append((to, frm, nbytes))
+        else:
+            ops.pitched.append(Pitched(to, frm, nbytes, *rows))

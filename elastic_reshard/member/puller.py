@@ -428,6 +428,8 @@ def _only(piece: Slice, ref: TensorRef, rows: npt.NDArray[np.int64]) -> Slice:
 def _copies(piece: Slice, targets: Mapping[tuple[int, str], torch.Tensor], peers: dict[int, PeerViews]) -> Copies:
     """The slice's copies, bound as a transfer inside a domain binds them, all in one; nothing of it is staged."""
     program = bind(StagingPlan(piece, Views({}, targets), 0), None, peers, piece.rounds)
+    pulls = [pull.copies for r in program.rounds for pull in (*r.pulls, *r.landed)]
+    first = piece.member % max(1, len(pulls))  # not all ranks begin with the same peer
     found = Copies()
-    found.extend(pull.copies for r in program.rounds for pull in (*r.pulls, *r.landed))
+    found.extend(pulls[first:] + pulls[:first])
     return found

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from elastic_reshard.arena import boxes
 from elastic_reshard.arena.boxes import CopyTable, array_at, host_strided, run_on_host
 from elastic_reshard.arena.digests import WINDOW, digest_on_host, pieces_of
-from elastic_reshard.arena.engine import engine_ops
+from elastic_reshard.arena.engine import EngineOps, engine_ops, engine_part
 from elastic_reshard.arena.kernels import SOURCE
 from elastic_reshard.arena.strided import Strided
 from elastic_reshard.errors import ArenaError
@@ -96,7 +96,10 @@ def by_kernel(kernels: ctypes.CDLL) -> Run:
 
 
 def by_engine(table: CopyTable) -> None:
-    ops = engine_ops(table)
+    carry_out(engine_ops(table))
+
+
+def carry_out(ops: EngineOps) -> None:
     for target, source, nbytes in ops.runs:
         ctypes.memmove(target, source, nbytes)
     for op in ops.pitched:
@@ -175,6 +178,39 @@ def test_tiles_cover_each_entry_once_and_are_small() -> None:
         assert mine["first"].tolist() == [0, *ends[:-1].tolist()]
         assert ends[-1] == int(entry["size"].astype(np.int64).prod())
         assert (mine["count"].astype(int) * int(entry["width"])).max() <= boxes.TILE_BYTES
+
+
+def test_engines_take_the_large_boxes_of_far_memory_and_a_kernel_the_rest() -> None:
+    near, far = numbers(1 << 16, 2).reshape(256, 256), numbers(1 << 16, 2).reshape(256, 256)[::-1].copy()
+    targets = [np.zeros((256, 256), np.uint16) for _ in range(4)]
+    frm = {"near": host_strided(near), "far": host_strided(far)}
+    cuts = [
+        (slice(0, 256), slice(0, 256)),
+        (slice(0, 256), slice(0, 64)),
+        (slice(0, 9), slice(0, 9)),
+        (slice(0, 256), slice(0, 1)),
+    ]
+    pairs = [(host_strided(t)[cut], frm[side][cut]) for side in frm for t, cut in zip(targets, cuts, strict=True)]
+    table = CopyTable.of(pairs[4:])
+    ranges = [(far.ctypes.data, far.ctypes.data + far.nbytes)]
+    ops, rest = engine_part(table, ranges, 20_000)
+    assert [n for _, _, n in ops.runs] == [1 << 17]
+    assert [(op.nbytes, op.rows) for op in ops.pitched] == [(128, 256)]
+    assert rest is not None
+    assert table.nbytes - rest.nbytes == (1 << 17) + 256 * 128
+    for target in targets:
+        target[:] = 0
+    carry_out(ops)
+    run_on_host(rest)
+    for target, cut in zip(targets, cuts, strict=True):
+        wanted = np.zeros_like(target)
+        wanted[cut] = far[cut]
+        assert np.array_equal(target, wanted)
+    nothing, everything = engine_part(CopyTable.of(pairs[:4]), ranges, 20_000)
+    assert not nothing
+    assert everything is not None
+    assert everything.nbytes == sum(t.nbytes for t, _ in pairs[:4])
+    assert engine_part(CopyTable.of([pairs[4]]), ranges, 20_000)[1] is None
 
 
 @pytest.mark.parametrize(

@@ -433,3 +433,43 @@ def test_a_gpu_knows_its_neighbours(device: Device) -> None:
     for other in range(1, torch.cuda.device_count()):
         can = torch.cuda.can_device_access_peer(0, other)
         assert (uuid_of(other) in near.peers, uuid_of(other) in near.apart) == (can, not can)
+
+
+def _pull_from_afar(me: Rank) -> None:
+    """In a process of its own: a GPU once opened keeps its descriptors."""
+    del me
+    from elastic_reshard.arena.cuda import open_index
+
+    owner, reader = open_index(0), open_index(1)
+    memory = owner.create(96 << 20, "far")
+    there = memory.strided(0, (24 << 20,), (4,), 4)
+    owner.tensor(there, torch.int32).copy_(torch.arange(24 << 20, dtype=torch.int32))
+    owner.current().synchronize()
+    seen = reader.map(os.dup(memory.fd), memory.nbytes, writable=False)
+    source, near = (m.strided(0, (24 << 20,), (4,), 4) for m in (seen, reader.scratch(96 << 20)))
+    table = CopyTable.of(
+        [(near[n : n + m], source[n : n + m]) for n, m in ((0, 16 << 20), (17 << 20, 1000), (20 << 20, 4 << 20))]
+    )
+    for _ in range(2):
+        reader.tensor(near, torch.int32).zero_()
+        reader.current().synchronize()
+        stream = reader.stream()
+        reader.copy(table, stream)
+        found = reader.read(near, stream)
+        for n, m in ((0, 16 << 20), (17 << 20, 1000), (20 << 20, 4 << 20)):
+            assert np.array_equal(found[n : n + m], np.arange(n, n + m, dtype=np.uint32))
+        assert not found[16 << 20 : 17 << 20].any()
+    prepared = reader._prepared(table)
+    assert prepared.far is not None
+    assert [n for _, _, n in prepared.far.runs] == [64 << 20]
+    assert prepared.rest is not None
+    assert prepared.rest.nbytes == 4000 + (16 << 20)
+    own = CopyTable.of([(reader.scratch(64 << 20).strided(0, (64 << 20,), (1,), 1), near.as_bytes()[0 : 64 << 20])])
+    assert reader._prepared(own).far is None
+
+
+@pytest.mark.gpu
+def test_what_lies_on_another_gpu_comes_by_engines_where_it_is_large() -> None:
+    if torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(1, 0):
+        pytest.skip("fewer than two CUDA devices that reach each other's memory")
+    run_ranks(_pull_from_afar, 1, timeout=60, group=False)
