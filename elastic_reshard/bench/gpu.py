@@ -117,11 +117,18 @@ def figures(found: dict[str, Any], setup: GpuSetup) -> list[dict[str, Any]]:
         rate = gigabytes / setup.half / install * 1e3 if gigabytes and install else None
         row("install over NVLink, of the raw link", rate / _LINK if rate else None, 0.8)
         row("install, times as fast as nccl.m2n", speed, 1.3, "x")
+        whole = _at(found, *full, "everywhere ms")
+        row(
+            "publish called to installed everywhere, times as fast as nccl.m2n",
+            m2n / whole if m2n and whole else None,
+            1.0,
+            "x",
+        )
         gathered = _at(found, "m2n", "gather and broadcast", "whole model ms, scaled")
         row(
             "install, times as fast as gather and broadcast",
             gathered / install if gathered and install else None,
-            2.0,
+            _at(found, "m2n", "ratio of bytes") or float(setup.half),
             "x",
         )
     else:

@@ -49,6 +49,8 @@ def measure(setup: GpuSetup) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": told, "ranks": size, "fit M2N": len(part.calls), "do not fit": len(part.reasons),
         "reasons": sorted(set(part.reasons.values())),
+        # What gather and broadcast moves into an engine rank, of what that rank needs.
+        "ratio of bytes": round(layouts.destination.nbytes / layouts.destination.local_nbytes(0), 2),
     }  # fmt: skip
     ways: dict[str, Callable[[bare.Ranks, Tell], dict[str, Any]]] = {
         "m2n call by call": lambda ranks, tell: _m2n(ranks, setup, layouts, tell, grouped=False, blocking=True),

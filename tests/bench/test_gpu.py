@@ -235,7 +235,13 @@ def test_figures_are_compared_within_one_run() -> None:
     found: dict[str, Any] = {
         "m2n": {"m2n call by call": {"net ms": 80.0}},
         "model": {
-            "full list": {"install ms": 8.0, "install share of copy": 0.75, "publish share of copy": 0.5, "GB": 8.0}
+            "full list": {
+                "install ms": 8.0,
+                "install share of copy": 0.75,
+                "publish share of copy": 0.5,
+                "GB": 8.0,
+                "everywhere ms": 20.0,
+            }
         },
         "pulls": {"full list": {"kernel": {"share": 0.9}, "engine": {"error": "no"}}},
         "share": {"host arenas over gloo": {"rate of alone": 0.97}},
@@ -246,6 +252,12 @@ def test_figures_are_compared_within_one_run() -> None:
     assert one["bare pulls, the fastest way, of the device-to-device copy"] == (0.9, True)
     two = {row["what"]: row["value"] for row in figures(found, GpuSetup(gpus=2))}
     assert two["install over NVLink, of the raw link"] == round(8.0 / 8e-3 / 478, 3)
+    assert two["publish called to installed everywhere, times as fast as nccl.m2n"] == 4.0
+    found["m2n"] |= {"gather and broadcast": {"whole model ms, scaled": 24.0}, "ratio of bytes": 4.0}
+    gathered = {row["what"]: row for row in figures(found, GpuSetup(gpus=8))}[
+        "install, times as fast as gather and broadcast"
+    ]
+    assert (gathered["value"], gathered["wanted"], gathered["kept"]) == (3.0, 4.0, False)
 
 
 def test_models_are_cut_down_to_what_a_device_holds() -> None:
