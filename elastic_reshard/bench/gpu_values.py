@@ -60,9 +60,11 @@ def _slabs(box: Box, chunk: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
 
 
 def fill(layout: ModelLayout, tensors: Mapping[str, torch.Tensor], rank: int, version: int) -> None:
-    """Write a version into what a rank holds; on a GPU in the order of the current stream."""
+    """Write a version into what a rank holds. On a GPU it is done when this returns, so that no publish waits for it."""
     for _, memory, values in _pieces(layout, tensors, rank, version):
         memory.copy_(values)
+    for device in {t.device for t in tensors.values() if t.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def wrong(layout: ModelLayout, tensors: Mapping[str, torch.Tensor], rank: int, version: int) -> list[str]:

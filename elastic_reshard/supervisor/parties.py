@@ -17,7 +17,7 @@ from elastic_reshard.protocol.docs import (
 )
 from elastic_reshard.protocol.ids import transfer_id
 from elastic_reshard.supervisor.holdings import lacking, reachable
-from elastic_reshard.supervisor.networks import choose, paused
+from elastic_reshard.supervisor.networks import GLOO, choose, paused
 from elastic_reshard.supervisor.state import Draft, Group, Publication
 
 __all__ = ["can_land", "compose", "landed_ranks", "landing_slot"]
@@ -25,6 +25,8 @@ __all__ = ["can_land", "compose", "landed_ranks", "landing_slot"]
 _SLOTS = 2
 _HELD = (PublicationState.MOVING, PublicationState.COMMITTED)
 _NOWHERE = "-"
+# A round carries an eighth of it (`plan.rounds`). Over a device's network a round costs some ms/10 whatever it carries.
+_STAGING, _STAGING_ON_DEVICE = 64 << 20, 512 << 20
 
 
 def landing_slot(draft: Draft, publication: PublicationDoc, arena: str) -> int | None:
@@ -178,6 +180,12 @@ def _parties(draft: Draft, roster: _Roster, landings: Sequence[LandingDoc]) -> l
     ]  # fmt: skip
 
 
+def _options(cell: int, network: str) -> PlanOptions:
+    message = max(1 << 20, cell)
+    staging = _STAGING if network == GLOO else _STAGING_ON_DEVICE
+    return PlanOptions(message=message, staging=max(staging, 4 * message), cell=cell, landing=True)
+
+
 def compose(draft: Draft, publication: Publication, groups: Sequence[Group]) -> TransferDoc:
     """The document of a transfer to these groups, all of which `can_land`."""
     doc = publication.doc
@@ -195,13 +203,12 @@ def compose(draft: Draft, publication: Publication, groups: Sequence[Group]) -> 
         and (said.arena, said.slot) == (part.arena, part.slot)
         and said.bits
     }
-    message = max(1 << 20, draft.job.cell)
-    options = PlanOptions(message=message, staging=max(64 << 20, 4 * message), cell=draft.job.cell, landing=True)
+    present = [m for p, m in enumerate(roster.members) if p in roster.present]
+    network, _ = choose(draft, doc.id, present)
+    options = _options(draft.job.cell, network)
     plan = transfer_digest(
         options, (doc.layout, source.members), [(p.layout, p.members) for p in parties], roster.domains, absent, basis
     )
-    present = [m for p, m in enumerate(roster.members) if p in roster.present]
-    network, _ = choose(draft, doc.id, present)
     return TransferDoc(
         id=transfer_id(doc.id, draft.job.term, draft.serial + 1), publication=doc.id, epoch=draft.epoch,
         state=TransferState.FORMING, members=tuple(roster.members), hosts=tuple(roster.domains), absent=absent, source=source,

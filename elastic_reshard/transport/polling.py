@@ -10,7 +10,9 @@ from typing import Final
 
 __all__ = ["poll", "whole_ms"]
 
-# Asked without sleeping at first; then sleeps are an eighth of the time waited so far, at most this.
+# Asked without sleeping at first, for what takes less than the shortest sleep (70 us on Linux); then sleeps are an eighth of
+# the time waited so far, at most the longest.
+_AWAKE_S: Final = 100e-6
 _LONGEST_S: Final = 0.5e-3
 _SHORTEST_S: Final = 20e-6
 
@@ -24,6 +26,8 @@ def poll(done: Callable[[], bool], deadline: float, look: Callable[[], None] = l
         now = time.monotonic()
         if now >= deadline:
             return False
+        if now - begun < _AWAKE_S:
+            continue
         time.sleep(min(_LONGEST_S, max(_SHORTEST_S, (now - begun) / 8), deadline - now))
     return True
 

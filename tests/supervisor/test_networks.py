@@ -12,6 +12,7 @@ from elastic_reshard.protocol.deadlines import Policies
 from elastic_reshard.protocol.docs import MemberDoc, MemberState
 from elastic_reshard.protocol.messages import GroupSpec, Statement
 from elastic_reshard.supervisor.networks import choose, paused
+from elastic_reshard.supervisor.parties import _options
 from elastic_reshard.supervisor.state import Draft, Job, Member
 
 A, B, C = (f"{name}@{'0' * 16}" for name in "abc")
@@ -87,3 +88,11 @@ def test_whose_windows_count() -> None:
     assert paused(d, members, members[:4], "nccl") == (1, 2), "the dead one computes nothing"
     assert paused(d, members, members[:4], "gloo") == (2,)
     assert paused(d, members, [C, B], "nccl") == (1,)
+
+
+def test_rounds_over_a_devices_network_carry_more() -> None:
+    gloo, wide = _options(1 << 20, "gloo"), _options(64 << 20, "gloo")
+    assert (gloo.cell, gloo.message, gloo.staging) == (1 << 20, 1 << 20, 64 << 20)
+    assert (wide.cell, wide.message, wide.staging) == (64 << 20, 64 << 20, 256 << 20)
+    for network in ("nccl", "nccl_m2n", "pretend"):
+        assert _options(1 << 20, network).staging == 512 << 20
