@@ -61,13 +61,14 @@ class _Exposed:
 
 
 class _Prepared:
-    """What a device keeps of a table. far, rest: what engines pull from other GPUs, and the kernel's table of all else; None if
-    the kernel does everything."""
+    """What a device keeps of a table. there: the upload was seen to be done. far, rest: what engines pull from other GPUs, and
+    the kernel's table of all else; None if the kernel does everything."""
 
-    __slots__ = ("addresses", "far", "ops", "rest", "upload")
+    __slots__ = ("addresses", "far", "ops", "rest", "there", "upload")
 
     def __init__(self, upload: Upload, addresses: list[int], ops: EngineOps | None) -> None:
         self.upload, self.addresses, self.ops = upload, addresses, ops
+        self.there = False
         self.far: EngineOps | None = None
         self.rest: CopyTable | None = None
 
@@ -185,13 +186,18 @@ class CudaDevice:
         held = self._hosts.keepers(table.hosts)
         if not len(table):
             return
-        if self._captures(stream):
-            self._capture(table, stream)
-            return
-        prepared = self._prepared(table)
-        if how is None and prepared.far is not None:
-            self._from_far(prepared.far, prepared.rest, stream)
+        with self._context.current():  # once, for all the calls of a launch
+            if self._captures(stream):
+                self._capture(table, stream)
+                return
+            self._start(table, self._prepared(table), stream, how)
             self._fly(stream, table, held)
+
+    def _start(self, table: CopyTable, prepared: _Prepared, stream: Stream, how: How | None) -> None:
+        if how is None and prepared.far is not None:
+            if prepared.rest is not None:
+                self._by_kernel(prepared.rest, self._prepared(prepared.rest), stream)
+            self._by_engine(prepared.far, stream)
             return
         if how is None:
             ops = prepared.ops
@@ -201,18 +207,16 @@ class CudaDevice:
                 prepared.ops = engine_ops(table)
             self._by_engine(prepared.ops, stream)
         else:
-            stream.wait(prepared.upload.ready)
             self._by_kernel(table, prepared, stream)
-        self._fly(stream, table, held)
-
-    def _from_far(self, ops: EngineOps, rest: CopyTable | None, stream: Stream) -> None:
-        if rest is not None:
-            prepared = self._prepared(rest)
-            stream.wait(prepared.upload.ready)
-            self._by_kernel(rest, prepared, stream)
-        self._by_engine(ops, stream)
 
     def _by_kernel(self, table: CopyTable, prepared: _Prepared, stream: Stream) -> None:
+        if not prepared.there:
+            prepared.there = prepared.upload.ready.reached()
+            if not prepared.there:
+                stream.wait(prepared.upload.ready)
+        self._by_table(table, prepared, stream)
+
+    def _by_table(self, table: CopyTable, prepared: _Prepared, stream: Stream) -> None:
         args = tuple(prepared.addresses), (ctypes.c_uint64, ctypes.c_uint64)
         self._launch(self._copy, (len(table.tiles), 1), args, stream)
 
@@ -236,7 +240,7 @@ class CudaDevice:
                 call(driver.cuEventSynchronize, prepared.upload.ready.handle)
             finally:
                 call(driver.cuThreadExchangeStreamCaptureMode, before)
-        self._by_kernel(table, prepared, stream)
+        self._by_table(table, prepared, stream)
 
     def _launch(
         self, kernel: Any, grid: tuple[int, int], args: tuple[tuple[Any, ...], tuple[Any, ...]], stream: Stream
@@ -317,13 +321,15 @@ class CudaDevice:
         if not pieces:
             return
         table = pieces_of(pieces, salt, full, numbers)
-        upload, (at,) = self._tables.upload(table)
         share = max(1, min(64, int(table["nbytes"].max()) // _DIGEST_BYTES))
-        stream.wait(upload.ready)
-        begin = (at, len(table), out.address), (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64)
-        self._launch(self._begin, (-(-len(table) // THREADS), 1), begin, stream)
-        self._launch(self._add, (len(table), share), ((at, out.address), (ctypes.c_uint64, ctypes.c_uint64)), stream)
-        self._fly(stream, upload, [p.owner for p in pieces], out.owner)
+        with self._context.current():  # once, for all the calls
+            upload, (at,) = self._tables.upload(table)
+            stream.wait(upload.ready)
+            begin = (at, len(table), out.address), (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint64)
+            self._launch(self._begin, (-(-len(table) // THREADS), 1), begin, stream)
+            add = (at, out.address), (ctypes.c_uint64, ctypes.c_uint64)
+            self._launch(self._add, (len(table), share), add, stream)
+            self._fly(stream, upload, [p.owner for p in pieces], out.owner)
 
     def stream(self) -> CudaStream:
         """A new one, beside all others and torch's default one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -14,6 +15,7 @@ from elastic_reshard.errors import ArenaError
 __all__ = ["Context", "call", "outcome", "uuid_of"]
 
 _OK: Final = driver.CUresult.CUDA_SUCCESS
+_pushed = threading.local()  # context: the one that was pushed last in this thread
 
 
 def outcome(function: Callable[..., tuple[Any, ...]], *args: Any) -> tuple[Any, Any]:
@@ -60,11 +62,18 @@ class Context:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Within it, this thread's driver calls are for this GPU; afterwards for the one they were for."""
+        """Within it, this thread's driver calls are for this GPU; afterwards for the one they were for. One inside another of
+        the same GPU costs nothing; torch must not be asked for another device inside."""
+        before = getattr(_pushed, "context", None)
+        if before is self:
+            yield
+            return
         call(driver.cuCtxPushCurrent, self._context)
+        _pushed.context = self
         try:
             yield
         finally:
+            _pushed.context = before
             call(driver.cuCtxPopCurrent)
 
     def attribute(self, name: str) -> int:

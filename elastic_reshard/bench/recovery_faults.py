@@ -60,11 +60,11 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def mover_killed(play: Play, name: str, gang: Gang, whole: float, times: int = 3) -> Row:
-    """The mover of rank 1 of a gang, several times; the median. whole: seconds of a transfer without a fault. Not right if
-    anything that had landed was moved again."""
+def mover_killed(play: Play, name: str, gang: Gang, whole: float, times: int = 3, *, limit: float = _RECOVERS) -> Row:
+    """The mover of rank 1 of a gang, several times; the median. whole: seconds of a transfer without a fault; limit: wanted.
+    Not right if anything that had landed was moved again."""
     what = f"a {name} mover SIGKILLed in mid-transfer: to the commit, without the rest of the transfer"
-    wanted = f"<= {_RECOVERS:g} s; moved twice <= in flight"
+    wanted = f"<= {limit:g} s; moved twice <= in flight"
     shots, values, condemned_ = [], [], []
     before: dict[str, int] = {}
 
@@ -82,7 +82,7 @@ def mover_killed(play: Play, name: str, gang: Gang, whole: float, times: int = 3
     value = statistics.median(values)
     right = all(shot.twice <= shot.flying for shot in shots)
     beside = {"each s": [round(v, 3) for v in values], "movers condemned": condemned_, **_told(shots[-1], whole)}
-    return Row(what, value, "s", wanted, value <= _RECOVERS, right, beside)
+    return Row(what, value, "s", wanted, value <= limit, right, beside)
 
 
 def _told(shot: Shot, whole: float) -> dict[str, Any]:
