@@ -83,7 +83,8 @@ def _medians(rows: Sequence[tuple[float, float, float]], bare: float, filled: fl
 
 
 def survive(setup: GpuSetup) -> dict[str, Any]:
-    """Engines pull while the arena's owner, then the watchdog, is killed; every byte is looked at afterwards."""
+    """Engines pull while the arena's owner, then the watchdog, is killed; every byte is looked at afterwards. Within a domain
+    there are no movers: `recover` and `chaos.nccl_hang` kill those."""
     layouts, told = model_layouts(setup)
     found: dict[str, Any] = {"model": told}
     with within(setup.seconds), DeviceStage(setup.kit()) as stage:
