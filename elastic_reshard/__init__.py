@@ -12,7 +12,7 @@ Names are loaded when first used, so that commands and services that need no tor
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 if TYPE_CHECKING:
     from elastic_reshard.arena import HostArena, empty, empty_like

@@ -98,7 +98,8 @@ class Policies:
     late_after: seconds after its beginning from which a publication waits for nobody else, nor a publish for an install.
     max_lag: a publication begins only when no group that is not late serves a version more than so many behind; None: any.
     gather_window: seconds from a publish's first rank until those that are ready, if they cover the model, are enough.
-    min_rate: bytes per second below which a mover counts as stuck, not slow. fruitless: epochs in a row without a new cell,
+    min_rate: bytes per second below which a mover counts as stuck, not slow (over a device's network, whose rounds carry 64 MiB
+    each, 30 MB/s do where this is less). fruitless: epochs in a row without a new cell,
     after which a transfer is given up.
     install: most seconds that one install of a group may take, from ticket to verdict.
     network: what carries bytes between hosts. "auto": what uses the members' devices, where all that take part have stated one
