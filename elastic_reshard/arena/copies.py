@@ -81,19 +81,25 @@ def _by_address(array: Elements) -> Strided:
 class _OnDevice:
     """What is launched on one device."""
 
-    __slots__ = ("casts", "device", "pairs", "table")
+    __slots__ = ("casts", "device", "pairs", "tables")
 
     def __init__(self, place: Place) -> None:
         self.device = device_at(place)
         self.pairs: list[tuple[Strided, Strided]] = []
         self.casts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.table: CopyTable | None = None
+        self.tables: list[CopyTable] | None = None
 
-    def prepared(self) -> CopyTable:
-        if self.table is None:
-            self.table = CopyTable.of(self.pairs)
-            self.device.prepare(self.table)
-        return self.table
+    def prepared(self) -> list[CopyTable]:
+        """One table, or two: how host memory is best reached is another matter than how a device's is."""
+        if self.tables is None:
+            apart: tuple[list[tuple[Strided, Strided]], ...] = ([], [])
+            for pair in self.pairs:
+                apart[any(side.device is None for side in pair)].append(pair)
+            tables = [CopyTable.of(pairs) for pairs in apart if pairs]
+            for table in tables:
+                self.device.prepare(table)
+            self.tables = tables
+        return self.tables
 
 
 class Copies:
@@ -134,7 +140,7 @@ class Copies:
             raise ArenaError("a copy by addresses needs a device: both arrays are said to lie in host memory")
         there = self._on(device)
         there.pairs.append((target, source))
-        there.table = None
+        there.tables = None
 
     def _on(self, place: Place) -> _OnDevice:
         found = self._devices.get(place)
@@ -163,7 +169,7 @@ class Copies:
                 mine = self._on(place)
                 mine.pairs += there.pairs
                 mine.casts += there.casts
-                mine.table = None
+                mine.tables = None
 
     def __len__(self) -> int:
         there = sum(len(d.pairs) + len(d.casts) for d in self._devices.values())
@@ -192,8 +198,8 @@ class Copies:
         """
         for there in self._devices.values():
             on = there.device.current() if stream is None else stream
-            if there.pairs:
-                there.device.copy(there.prepared(), on)
+            for table in there.prepared():
+                there.device.copy(table, on)
             if there.casts:
                 there.device.cast([t for t, _ in there.casts], [s for _, s in there.casts], on)
         copyto = np.copyto

@@ -174,6 +174,8 @@ class CudaDevice:
                 ops, rest = engine_part(table, far, _FAR_ENGINE_BYTES)
                 if ops:
                     found.far, found.rest = ops, rest
+                if found.rest is not None:
+                    self._prepared(found.rest)
             table.uploaded[self.id] = found
         return found
 

@@ -73,8 +73,9 @@ class Context:
         try:
             yield
         finally:
-            _pushed.context = before
+            _pushed.context = None  # between the two it is neither, whoever asks
             call(driver.cuCtxPopCurrent)
+            _pushed.context = before
 
     def attribute(self, name: str) -> int:
         """A property, by the end of its name in CUdevice_attribute."""

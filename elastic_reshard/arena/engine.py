@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from elastic_reshard.arena.boxes import CopyTable
 
 __all__ = ["EngineOps", "Pitched", "engine_ops", "engine_part"]
 
 _PITCH = 1 << 31  # CUDA takes no larger one
+_Dim = tuple[int, int, int]  # size, step in the target, step in the source
 
 
 class Pitched(NamedTuple):
@@ -50,27 +50,37 @@ def engine_part(table: CopyTable, ranges: Sequence[tuple[int, int]], least: int)
     both."""
     ops, rest, nbytes = EngineOps([], []), [], table.nbytes
     for number, entry in enumerate(table.entries.tolist()):
-        moved, mine = int(np.prod(entry[4], dtype=np.int64)) * int(entry[7]), EngineOps([], [])
-        if moved >= least and any(low <= entry[1] < high for low, high in ranges):
-            _add(mine, entry)
-        if mine and moved >= least * len(mine):
-            ops.runs.extend(mine.runs)
-            ops.pitched.extend(mine.pitched)
+        moved = math.prod(map(int, entry[4])) * int(entry[7])
+        far = moved >= least and any(low <= entry[1] < high for low, high in ranges)
+        if far and moved >= least * _count(entry):
+            _add(ops, entry)
             nbytes -= moved
         else:
             rest.append(number)
     return ops, CopyTable(table.entries[rest], nbytes, ()) if rest else None
 
 
-def _add(ops: EngineOps, entry: tuple[Any, ...]) -> None:
-    target, source, target_step, source_step, size, _, _, width, count = entry
+def _cut(entry: tuple[Any, ...]) -> tuple[int, _Dim | None, list[_Dim]]:
+    """(bytes of a row, the dim of its rows if they are one operation, the dims of which each index is one)."""
+    _, _, target_step, source_step, size, _, _, width, count = entry
     dims = [(int(size[d]), int(target_step[d]), int(source_step[d])) for d in range(count)]
-    nbytes = width
+    nbytes = int(width)
     if dims[-1][1:] == (width, width):
         nbytes *= dims.pop()[0]
     rows = None
     if dims and nbytes <= min(dims[-1][1:]) and max(dims[-1][1:]) < _PITCH:
         rows = dims.pop()
+    return nbytes, rows, dims
+
+
+def _count(entry: tuple[Any, ...]) -> int:
+    """Operations of an entry; its thousands are not made to be counted."""
+    return math.prod(n for n, _, _ in _cut(entry)[2])
+
+
+def _add(ops: EngineOps, entry: tuple[Any, ...]) -> None:
+    target, source = entry[0], entry[1]
+    nbytes, rows, dims = _cut(entry)
     for at in itertools.product(*(range(n) for n, _, _ in dims)):
         to = target + sum(k * t for k, (_, t, _) in zip(at, dims, strict=True))
         frm = source + sum(k * s for k, (_, _, s) in zip(at, dims, strict=True))

@@ -25,7 +25,7 @@ from elastic_reshard.protocol.deadlines import Deadlines
 
 __all__ = ["measure", "recover"]
 
-# A round carries as much as the job's cell allows: 8 MiB by the usual one, 32 by the wide one, for models of so many bytes.
+# Cells of the usual size, and wide ones for models of so many bytes: each costs time where it is bound.
 _CELL, _WIDE_CELL, _MANY = 1 << 20, 64 << 20, 12 << 30
 # From a loss being noticed, which takes a tick, to the commit: a mover's CUDA context and NCCL alone are 0.8 s of it.
 _RECOVERS = 2.0

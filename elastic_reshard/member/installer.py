@@ -37,6 +37,24 @@ _AT_ONCE = 4  # arenas that are unmapped before somebody is listened to again
 _SERVED = (PublicationState.MOVING, PublicationState.COMMITTED)
 
 
+class _Ahead:
+    """A look at the live tensors, and at them no longer than it is good: they may be ones that the user is about to replace."""
+
+    def __init__(self, look: Look | None) -> None:
+        self._look, self._until = look, time.monotonic() + _FRESH
+
+    def age(self) -> None:
+        """Let go of it once it is old. Called now and then."""
+        if time.monotonic() >= self._until:
+            self._look = None
+
+    def take(self) -> Look | None:
+        """The look, if it is good; it is the caller's alone from now on."""
+        self.age()
+        look, self._look = self._look, None
+        return look
+
+
 class Installer:
     """The destination side of one member. One install at a time, in the caller's thread."""
 
@@ -73,15 +91,15 @@ class Installer:
         pause = 0.0
         with self._desk.changed:
             self._desk.check()
-            self._telling.check(idle=core.installable() is None)
+            idle = core.installable() is None
+            self._telling.check(idle=idle)
             core.ask(timeout - min(_MARGIN, timeout / 4))
             self._desk.say()
         try:
-            looked, look = time.monotonic(), self._look()  # while the request is on its way, and not in the pause
-            ticket, answer = self._granted(deadline, timeout)
+            ahead = _Ahead(None if idle else self._look())  # while the request is on its way, and not in the pause
+            ticket, answer = self._granted(deadline, timeout, ahead)
             if ticket is not None:
-                pause = self._pull(ticket, deadline, look if time.monotonic() - looked < _FRESH else None)
-            look = None
+                pause = self._pull(ticket, deadline, ahead.take())
             if answer is None or ticket is not None:
                 answer = self._verdict(deadline, timeout)
         except BaseException:
@@ -103,10 +121,11 @@ class Installer:
         except Exception:  # noqa: BLE001 - whatever the user's function raises, it raises again where it is reported
             return None
 
-    def _granted(self, deadline: float, timeout: float) -> tuple[TicketDoc | None, VerdictDoc | None]:
+    def _granted(self, deadline: float, timeout: float, ahead: _Ahead) -> tuple[TicketDoc | None, VerdictDoc | None]:
         core = self._desk.core
 
         def told() -> tuple[TicketDoc | None, VerdictDoc | None] | None:
+            ahead.age()
             ticket, verdict = core.grant(), core.answer()
             return (ticket, verdict) if ticket is not None or verdict is not None else None
 

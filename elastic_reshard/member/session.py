@@ -101,8 +101,9 @@ def join(
     name: of this process, unique in the group; a restarted process may use it again. role: "source" or "destination"; or
         `roles` with both: then `tensors` and `layout` are the source's, `destination_tensors` and `destination_layout` the
         other side's.
-    tensors: this rank's tensors by name, or a callable that returns them, asked again at every publish and install:
-        DTensors, plain local tensors with `layout` (in group ranks), or plain ones that are whole.
+    tensors: this rank's tensors by name, or a callable that returns them, asked again at every publish and install (when
+        that is called, and again if the other ranks are not there within 0.1 s): DTensors, plain local tensors with `layout`
+        (in group ranks), or plain ones that are whole.
     wire_dtype: sources: the floating-point dtype to cast to, for all, or by name. correspondences: destinations: fused,
         renamed or transposed parameters. renumber: group rank of each global rank that DTensors' meshes name.
     install: destinations: called with an iterator of (name, tensor), assembled one at a time in a buffer of at most

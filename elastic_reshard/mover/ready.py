@@ -51,7 +51,7 @@ class Shelf:
         self._slots: dict[tuple[str, int], LandingSlot] = {}
         self._parts: OrderedDict[Hashable, Part] = OrderedDict()
         self._bound: OrderedDict[Hashable, tuple[Bound, frozenset[str]]] = OrderedDict()  # and the arenas it lies in
-        self._staging = Staging()
+        self._staging = Staging(growing=self._bound.clear)
 
     def ready(self, task: Task) -> Ready:
         """Plan, map and bind, or find it done; then make the landing slot one of the publication. Takes the task's descriptors,

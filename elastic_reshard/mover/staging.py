@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,10 +17,11 @@ __all__ = ["Staging", "taken"]
 
 
 class Staging:
-    """Kept, and made anew only to grow. limit: bytes that a plan may have; checked by who binds."""
+    """Kept, and made anew only to grow. limit: bytes that a plan may have; checked by who binds. growing: called before, to let
+    go of whatever is bound to the memory: the old one goes first."""
 
-    def __init__(self, limit: int = 64 << 20) -> None:
-        self.limit = limit
+    def __init__(self, limit: int = 64 << 20, growing: Callable[[], None] = lambda: None) -> None:
+        self.limit, self._growing = limit, growing
         self.wire: Wire = "host"
         self.device: Device | None = None
         self._arena: HostArena | None = None
@@ -39,6 +41,7 @@ class Staging:
 
     def _on_host(self, nbytes: int) -> HostArena:
         if self._arena is None or self._arena.nbytes < nbytes:
+            self._growing()
             self._arena, self._registered = HostArena(nbytes, "mover staging"), None
         if self.device is not None and self._registered is None:
             self._registered = self.device.host(self._arena.bytes)
@@ -48,6 +51,8 @@ class Staging:
         if self.device is None:
             raise PlanError("a network that sends from a device needs one, and this mover's member stated none")
         if self._memory is None or self._memory.nbytes < nbytes:
+            self._growing()
+            self._memory = None
             self._memory = self.device.scratch(nbytes)
         return self._memory
 

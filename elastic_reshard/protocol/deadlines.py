@@ -33,7 +33,7 @@ class Deadlines:
     mover_beat, mover_silent: a mover's signs of life to its watchdog, and the silence after which it is condemned.
     form: from a transfer's beginning until all movers have planned and met. abort: until a mover is out of all operations
     when an epoch is broken; then it is condemned. abort_nccl: the same over NCCL, whose own abort takes 0.5 to 0.8 s.
-    stall: no cell completed for so long, and a cell's own time at `min_rate` (policies): the epoch is broken.
+    stall: no cell completed for so long, and the time that `min_rate` (policies) gives one: the epoch is broken.
     connect: one attempt to connect. proof_of_death: SIGKILL until the end is seen.
     orphan_hold: how long what a dead process left is kept for somebody who may need it.
     reregister: how long a restarted supervisor judges nobody.
@@ -98,9 +98,9 @@ class Policies:
     late_after: seconds after its beginning from which a publication waits for nobody else, nor a publish for an install.
     max_lag: a publication begins only when no group that is not late serves a version more than so many behind; None: any.
     gather_window: seconds from a publish's first rank until those that are ready, if they cover the model, are enough.
-    min_rate: bytes per second below which a mover counts as stuck, not slow (over a device's network, whose rounds carry 64 MiB
-    each, 30 MB/s do where this is less). fruitless: epochs in a row without a new cell,
-    after which a transfer is given up.
+    min_rate: bytes per second below which a mover counts as stuck, not slow: beside `stall` a cell has its time at that rate,
+    or, if that is longer, what is under way before the first cell lands at 30 MB/s (over NCCL 128 MiB).
+    fruitless: epochs in a row without a new cell, after which a transfer is given up.
     install: most seconds that one install of a group may take, from ticket to verdict.
     network: what carries bytes between hosts. "auto": what uses the members' devices, where all that take part have stated one
     with the same config, else "gloo". Another one by name: that one, as "auto" does it, and no other device network.

@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from elastic_reshard.protocol.deadlines import Policies
+from elastic_reshard.protocol.docs import TransferDoc
 from elastic_reshard.protocol.messages import Statement
 from elastic_reshard.supervisor.state import Draft
 
-__all__ = ["GLOO", "choose", "paused"]
+__all__ = ["GLOO", "choose", "patience", "paused"]
 
 GLOO: Final = "gloo"
 _AUTO: Final = ("nccl", "pretend")  # by preference
+# Bytes per second of a network that works, at a member whose rounds carry much: a tenth of a NIC of 10 Gbit/s shared by four.
+_SLOWEST: Final = 30e6
+# A cell counts when its round has landed, and two are under way before the first has; a round is an eighth of the staging.
+_ROUNDS: Final = 2 / 8
 _TRIED: Final = 2  # epochs in a row without a new cell; then it is tried over gloo
 
 
@@ -45,6 +51,11 @@ def _fault(network: str, stated: dict[str, Statement | None]) -> str:
     if len(set(configs.values())) > 1:
         return f"unlike configs: {', '.join(f'{m} {config}' for m, config in configs.items())}"
     return ""
+
+
+def patience(doc: TransferDoc, stall: float, policies: Policies) -> float:
+    """Seconds without a new cell after which nothing moves any more."""
+    return stall + max(doc.cell / policies.min_rate, _ROUNDS * doc.staging / _SLOWEST)
 
 
 def paused(draft: Draft, members: Sequence[str], present: Sequence[str], network: str) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from elastic_reshard.protocol.docs import (
 )
 from elastic_reshard.protocol.ids import transfer_id
 from elastic_reshard.supervisor.holdings import lacking, reachable
-from elastic_reshard.supervisor.networks import GLOO, choose, paused
+from elastic_reshard.supervisor.networks import choose, paused
 from elastic_reshard.supervisor.state import Draft, Group, Publication
 
 __all__ = ["can_land", "compose", "landed_ranks", "landing_slot"]
@@ -25,8 +25,8 @@ __all__ = ["can_land", "compose", "landed_ranks", "landing_slot"]
 _SLOTS = 2
 _HELD = (PublicationState.MOVING, PublicationState.COMMITTED)
 _NOWHERE = "-"
-# A round carries an eighth of it (`plan.rounds`). Over a device's network a round costs some ms/10 whatever it carries.
-_STAGING, _STAGING_ON_DEVICE = 64 << 20, 512 << 20
+# A round carries an eighth of it (`plan.rounds`). Over NCCL a round costs about a millisecond, whatever it carries.
+_STAGING, _STAGING_OVER_NCCL = 64 << 20, 512 << 20
 
 
 def landing_slot(draft: Draft, publication: PublicationDoc, arena: str) -> int | None:
@@ -182,7 +182,7 @@ def _parties(draft: Draft, roster: _Roster, landings: Sequence[LandingDoc]) -> l
 
 def _options(cell: int, network: str) -> PlanOptions:
     message = max(1 << 20, cell)
-    staging = _STAGING if network == GLOO else _STAGING_ON_DEVICE
+    staging = _STAGING_OVER_NCCL if network.startswith("nccl") else _STAGING
     return PlanOptions(message=message, staging=max(staging, 4 * message), cell=cell, landing=True)
 
 

@@ -26,7 +26,7 @@ from elastic_reshard.supervisor.lateness import (
     source_closed,
     stragglers,
 )
-from elastic_reshard.supervisor.networks import choose
+from elastic_reshard.supervisor.networks import GLOO, choose, patience
 from elastic_reshard.supervisor.parties import compose
 from elastic_reshard.supervisor.publishing import abandon
 from elastic_reshard.supervisor.queue import everybody, next_groups, waits_beside
@@ -227,11 +227,11 @@ def _watch(draft: Draft, transfer: Transfer, reports: dict[str, MoverSaid]) -> N
         return
     if closed(transfer, reports):  # who takes turns with its member does not stall
         transfer = draft.transfers[transfer.doc.id] = replace(transfer, moved=draft.now)
-    patience = draft.deadlines.stall + transfer.doc.cell / draft.policies.min_rate
-    if draft.now - transfer.moved >= patience:
+    limit = patience(transfer.doc, draft.deadlines.stall, draft.policies)
+    if draft.now - transfer.moved >= limit:
         draft.epoch_ended = draft.durable = True
         why = after_stall(draft, transfer, reports)
-        _change(draft, transfer, TransferState.BREAKING, f"no cell was completed for {patience:.1f} s; {why}")
+        _change(draft, transfer, TransferState.BREAKING, f"no cell was completed for {limit:.1f} s; {why}")
         return
     publication = draft.publications.get(transfer.doc.publication)
     if publication is None or publication.doc.state in (PublicationState.RELEASED, PublicationState.ABANDONED):
@@ -349,8 +349,10 @@ def _count_fruitless(draft: Draft, transfer: Transfer, reports: dict[str, MoverS
         for part in doc.landings
     )
     draft.tried = (doc.publication, stalls, 0 if grown else fruitless + 1)
-    # All refuse alike what one is told to be like: then it is that one without whom they can go on.
-    refused = [(m, s) for m, s in reports.items() if s.outcome == "refused" and s.error != "ShardLost"]
+    # All refuse alike what one is told to be like: then it is that one without whom they can go on. Who has no room on its
+    # device for what a device's network needs may have it for gloo's, which comes next.
+    others = ("ShardLost",) if doc.network == GLOO else ("ShardLost", "ArenaError")
+    refused = [(m, s) for m, s in reports.items() if s.outcome == "refused" and s.error not in others]
     leave_out(draft, transfer, {who for m, s in refused for who in (s.blames or (m,))})
     if not doc.values and transfer.since - transfer.begun >= draft.deadlines.form:
         leave_out(draft, transfer, _not_ready(transfer, reports))

@@ -13,6 +13,7 @@ from typing import Final, Literal
 from elastic_reshard.protocol.docs import GroupState, MemberState, PublicationState, TransferDoc, TransferState
 from elastic_reshard.protocol.ids import name_of
 from elastic_reshard.protocol.messages import MoverSaid
+from elastic_reshard.supervisor.networks import patience
 from elastic_reshard.supervisor.recovery import heard
 from elastic_reshard.supervisor.state import Group, Job, Member, Publication, Transfer
 from elastic_reshard.supervisor.unproved import unproved
@@ -239,13 +240,13 @@ def _running(
     if shut:  # then nothing stalls
         yield from _windows(job, transfer, doc, shut, began)
         return
-    patience = job.deadlines.stall + doc.cell / job.policies.min_rate
+    limit = patience(doc, job.deadlines.stall, job.policies)
     # Who is waited for and itself waits is not the one to look at.
     ends = [p for p in pairs if p not in said or said[p].waits is None] or list(pairs)
     for peer in ends[:_NAMED]:
         who = f"{_names(pairs[peer])} {_verb(pairs[peer], 'waits', 'wait')}"
         why = f"{who} for cells of {_names([peer])}; broken off if none comes"
-        yield Wait(f"transfer of epoch {doc.epoch}", why, "calm", transfer.moved + patience - began)
+        yield Wait(f"transfer of epoch {doc.epoch}", why, "calm", transfer.moved + limit - began)
 
 
 def _windows(

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_reshard.arena import boxes
+from elastic_reshard.arena import boxes, engine
 from elastic_reshard.arena.boxes import CopyTable, array_at, host_strided, run_on_host
 from elastic_reshard.arena.digests import WINDOW, digest_on_host, pieces_of
 from elastic_reshard.arena.engine import EngineOps, engine_ops, engine_part
@@ -211,6 +211,17 @@ def test_engines_take_the_large_boxes_of_far_memory_and_a_kernel_the_rest() -> N
     assert everything is not None
     assert everything.nbytes == sum(t.nbytes for t, _ in pairs[:4])
     assert engine_part(CopyTable.of([pairs[4]]), ranges, 20_000)[1] is None
+
+
+def test_operations_that_would_be_too_many_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transposed experts: as many operations as elements."""
+    frm, to = (Strided(at << 40, (128, 2048, 768), (2048 * 768 * 2, 1536, 2), 2, None) for at in (1, 2))
+    scattered = CopyTable.of([(to.reshape((128, 768, 2048)), frm.transpose((0, 2, 1)))])
+    monkeypatch.setattr(engine, "_add", lambda *_: pytest.fail("made"))
+    ops, rest = engine_part(scattered, [(1 << 40, 3 << 40)], 32 << 20)
+    assert not ops
+    assert rest is not None
+    assert (len(rest), rest.nbytes) == (len(scattered), scattered.nbytes)
 
 
 @pytest.mark.parametrize(

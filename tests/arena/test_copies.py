@@ -135,17 +135,23 @@ def test_what_several_prepared_is_one_launch_for_each_device(monkeypatch: pytest
     there = [on_device(devices[n // 2], source) for n, source in enumerate(sources)]
     targets = [on_device(devices[n // 2], np.zeros(96, np.uint16)) for n in range(4)]
     plain = np.zeros(96, np.uint16)
-    apart = [Copies() for _ in range(5)]
+    host = HostArena(1 << 16)
+    registered = devices[1].host(host.bytes)
+    near = host.bytes[:192].view(np.uint16)
+    apart = [Copies() for _ in range(6)]
     for copies, target, source in zip(apart, targets, there, strict=False):
         copies.add(target, source)
         copies.prepare()
     apart[4].add(plain, sources[3])
+    apart[5].add(near, there[3])
     together = Copies()
     together.extend(apart)
-    assert (len(together), together.nbytes) == (5, 5 * 192)
+    assert (len(together), together.nbytes) == (6, 6 * 192)
     assert together.devices == tuple(devices)
     together.run()
-    assert launched == [device.id for device in devices]
+    assert launched == [devices[0].id, devices[1].id, devices[1].id]  # host memory is reached in another way
+    assert np.array_equal(near, sources[3])
     for target, source in zip(targets, sources, strict=True):
         assert np.array_equal(array_at(target), source)
     assert np.array_equal(plain, sources[3])
+    registered.close()

@@ -441,27 +441,35 @@ def _pull_from_afar(me: Rank) -> None:
     from elastic_reshard.arena.cuda import open_index
 
     owner, reader = open_index(0), open_index(1)
-    memory = owner.create(96 << 20, "far")
-    there = memory.strided(0, (24 << 20,), (4,), 4)
-    owner.tensor(there, torch.int32).copy_(torch.arange(24 << 20, dtype=torch.int32))
+    count, half = 48 << 20, 24 << 20
+    memory = owner.create(4 * count, "far")
+    there = memory.strided(0, (count,), (4,), 4)
+    owner.tensor(there, torch.int32).copy_(torch.arange(count, dtype=torch.int32))
     owner.current().synchronize()
     seen = reader.map(os.dup(memory.fd), memory.nbytes, writable=False)
-    source, near = (m.strided(0, (24 << 20,), (4,), 4) for m in (seen, reader.scratch(96 << 20)))
-    table = CopyTable.of(
-        [(near[n : n + m], source[n : n + m]) for n, m in ((0, 16 << 20), (17 << 20, 1000), (20 << 20, 4 << 20))]
-    )
-    for _ in range(2):
-        reader.tensor(near, torch.int32).zero_()
-        reader.current().synchronize()
-        stream = reader.stream()
-        reader.copy(table, stream)
-        found = reader.read(near, stream)
-        for n, m in ((0, 16 << 20), (17 << 20, 1000), (20 << 20, 4 << 20)):
-            assert np.array_equal(found[n : n + m], np.arange(n, n + m, dtype=np.uint32))
-        assert not found[16 << 20 : 17 << 20].any()
+    source, near = (m.strided(0, (count,), (4,), 4) for m in (seen, reader.scratch(4 * count)))
+    parts = [slice(0, 16 << 20), slice(17 << 20, (17 << 20) + 1000), slice(20 << 20, half)]
+    from_rows, to_rows = (
+        array[half:count].reshape((12288, 2048)) for array in (source, near)
+    )  # of which half is taken
+    pairs = [(near[part], source[part]) for part in parts] + [(to_rows[:, 0:1024], from_rows[:, 0:1024])]
+    table = CopyTable.of(pairs)
+    wanted = np.zeros(count, np.uint32)
+    for part in parts:
+        wanted[part] = np.arange(part.start, part.stop, dtype=np.uint32)
+    wanted[half:].reshape(12288, 2048)[:, :1024] = np.arange(half, count, dtype=np.uint32).reshape(12288, 2048)[
+        :, :1024
+    ]
+    for stream in (reader.stream(), reader.current()):  # torch's default one takes no batches
+        for _ in range(2):
+            reader.tensor(near, torch.int32).zero_()
+            reader.current().synchronize()
+            reader.copy(table, stream)
+            assert np.array_equal(reader.read(near, stream), wanted)
     prepared = reader._prepared(table)
     assert prepared.far is not None
     assert [n for _, _, n in prepared.far.runs] == [64 << 20]
+    assert [(op.nbytes, op.rows) for op in prepared.far.pitched] == [(4096, 12288)]
     assert prepared.rest is not None
     assert prepared.rest.nbytes == 4000 + (16 << 20)
     own = CopyTable.of([(reader.scratch(64 << 20).strided(0, (64 << 20,), (1,), 1), near.as_bytes()[0 : 64 << 20])])

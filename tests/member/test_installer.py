@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ import torch
 
 from elastic_reshard.arena.copies import raw
 from elastic_reshard.arena.pretend import open_pretend
-from elastic_reshard.errors import ArenaError, GroupBroken, NothingInstallable
+from elastic_reshard.errors import ArenaError, GroupBroken, NothingInstallable, RefitTimeout
 from elastic_reshard.layout import ModelLayout
 from elastic_reshard.member import installer
 from elastic_reshard.member.installer import Installer
@@ -175,6 +176,34 @@ def test_tensors_are_looked_at_while_the_request_is_on_its_way_and_again_after_a
     assert asked == [None, "k1"][:looks]  # moved in between: it is the second look that counts
     engine.live = held[looks]
     assert engine.holds(1)
+
+
+def test_a_look_is_let_go_of_when_it_is_old_and_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seen:
+        """A look, that can be watched."""
+
+    def made(fresh: float) -> tuple[Any, weakref.ref[Seen]]:
+        monkeypatch.setattr(installer, "_FRESH", fresh)
+        look = Seen()
+        return installer._Ahead(cast(Any, look)), weakref.ref(look)
+
+    ahead, look = made(100.0)
+    ahead.age()
+    assert look() is not None
+    assert ahead.take() is not None
+    assert look() is None
+    assert ahead.take() is None
+    ahead, look = made(0.0)
+    ahead.age()
+    assert look() is None
+
+
+def test_where_nothing_is_to_be_installed_the_tensors_are_not_asked_for(engine: Engine) -> None:
+    asked: list[int] = []
+    engine.installer._puller = Puller(0, tensors=lambda: asked.append(1) or engine.live, given=WANTED)  # type: ignore[func-returns-value]
+    with pytest.raises(RefitTimeout):
+        engine.installer.install(0.05)
+    assert not asked
 
 
 def test_tensors_that_cannot_be_had_break_the_install_of_the_group(engine: Engine) -> None:

@@ -10,10 +10,11 @@ import pytest
 from elastic_reshard.errors import ProtocolError
 from elastic_reshard.protocol.deadlines import Policies
 from elastic_reshard.protocol.docs import MemberDoc, MemberState
-from elastic_reshard.protocol.messages import GroupSpec, Statement
-from elastic_reshard.supervisor.networks import choose, paused
+from elastic_reshard.protocol.messages import GroupSpec, MoverSaid, Statement
+from elastic_reshard.supervisor import api_examples, transfers
+from elastic_reshard.supervisor.networks import choose, patience, paused
 from elastic_reshard.supervisor.parties import _options
-from elastic_reshard.supervisor.state import Draft, Job, Member
+from elastic_reshard.supervisor.state import Draft, Job, Member, Transfer
 
 A, B, C = (f"{name}@{'0' * 16}" for name in "abc")
 NCCL = {"nccl": "nccl 2.30.7 max_ctas=4"}
@@ -90,9 +91,37 @@ def test_whose_windows_count() -> None:
     assert paused(d, members, [C, B], "nccl") == (1,)
 
 
-def test_rounds_over_a_devices_network_carry_more() -> None:
+def test_rounds_over_nccl_carry_more() -> None:
     gloo, wide = _options(1 << 20, "gloo"), _options(64 << 20, "gloo")
     assert (gloo.cell, gloo.message, gloo.staging) == (1 << 20, 1 << 20, 64 << 20)
     assert (wide.cell, wide.message, wide.staging) == (64 << 20, 64 << 20, 256 << 20)
-    for network in ("nccl", "nccl_m2n", "pretend"):
+    assert _options(1 << 20, "pretend") == gloo
+    for network in ("nccl", "nccl_m2n"):
         assert _options(1 << 20, network).staging == 512 << 20
+
+
+def test_what_is_under_way_before_the_first_cell_lands_has_its_time_too() -> None:
+    doc = api_examples._transfer().model_copy(update={"cell": 1 << 20, "staging": 64 << 20})
+    assert patience(doc, 5.0, Policies()) == 6.0
+    assert patience(doc, 5.0, Policies(min_rate=1e5)) == 5.0 + (1 << 20) / 1e5
+    over_nccl = doc.model_copy(update={"staging": 512 << 20})
+    assert patience(over_nccl, 5.0, Policies()) == 5.0 + (128 << 20) / 30e6
+
+
+@pytest.mark.parametrize(("network", "error", "left"), [
+    ("nccl", "ArenaError", False), ("nccl", "PlanError", True), ("gloo", "ArenaError", True),
+])  # fmt: skip
+def test_who_has_no_room_on_its_device_is_tried_over_gloo_before_it_is_left_behind(
+    network: str, error: str, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = api_examples._transfer()
+    engine = example.members[1]
+    doc = example.model_copy(update={"network": network, "publication": "p1", "values": {engine: {}}})
+    refusal = MoverSaid(member=engine, mover="00" * 16, transfer=doc.id, state="out", outcome="refused", error=error)
+    behind: list[set[str]] = []
+    monkeypatch.setattr(transfers, "leave_out", lambda _, __, who: behind.append(set(who)))
+    now = draft(member(A, NCCL), member(B, NCCL))
+    for _ in range(2):
+        transfers._count_fruitless(now, Transfer(doc, 0.0, 0.0, 0.0), {engine: refusal})
+    assert behind == [{engine} if left else set()] * 2
+    assert choose(now, "p1", [A, B])[0] == "gloo"
