@@ -103,16 +103,20 @@ def test_a_mover_whose_device_has_failed_ends(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_bound_part_keeps_its_staging_where_the_device_reaches_it() -> None:
-    """Also when a larger part has taken its place: programs are kept, and run again."""
+    """Also when a larger part takes its place, for as long as somebody has it; the shelf itself lets go of it first."""
     world, device = small(), open_pretend(0)
     shelf = Shelf(world.members[2])
     shelf.device = device
-    shelf.ready(world.parcel(world.members[2], *world.documents()).open())
+    ready = shelf.ready(world.parcel(world.members[2], *world.documents()).open())
     arena = shelf._staging._arena
     assert arena is not None
-    first = int(arena.bytes.ctypes.data)
-    shelf._staging.of(arena.nbytes + 1)
-    assert device._hosts.keepers([(first, first + arena.nbytes)])
+    first, nbytes = int(arena.bytes.ctypes.data), arena.nbytes
+    shelf._staging.of(nbytes + 1)
+    assert not shelf._bound
+    assert device._hosts.keepers([(first, first + nbytes)])
+    del arena, ready
+    with pytest.raises(ArenaError, match="not registered"):
+        device._hosts.keepers([(first, first + nbytes)])
     world.close()
 
 
