@@ -121,6 +121,7 @@ def until(condition: Any, seconds: float) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_a_killed_parent_leaves_no_process(tmp_path: Path) -> None:
     program = (
         "from elastic_reshard.bench.spawn import run\n"

@@ -209,12 +209,7 @@ def refit(me: Rank, name: str, options: Sequence[BaselineOptions]) -> tuple[list
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(
-            n, marks=[] if n in ("partly colocated", "every dtype", "several messages") else [pytest.mark.long]
-        )
-        for n in CASES
-    ],
+    [pytest.param(n, marks=[] if n in ("partly colocated", "every dtype") else [pytest.mark.long]) for n in CASES],
 )
 def test_every_variant_is_right_bit_by_bit(name: str) -> None:
     case = CASES[name]()

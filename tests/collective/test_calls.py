@@ -193,7 +193,7 @@ def from_a_framework(me: Rank, how: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("how", ["fsdp", "tp"])
+@pytest.mark.parametrize("how", [pytest.param("fsdp", marks=pytest.mark.long), "tp"])
 def test_fsdp2_with_and_without_tp_to_plain_tensors(how: str) -> None:
     """TP leaves norm and table alone, so FSDP2 keeps a copy of them on each of two disjoint submeshes."""
     for found in run_ranks(from_a_framework, 6, how):

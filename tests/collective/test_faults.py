@@ -220,7 +220,9 @@ KILLS: dict[str, tuple[list[int], list[Fault], Size]] = {
 }
 
 
-@pytest.mark.parametrize("topology", KILLS)
+@pytest.mark.parametrize(
+    "topology", [pytest.param(t, marks=[] if t == "two domains" else [pytest.mark.long]) for t in KILLS]
+)
 def test_a_killed_member_is_named_by_every_survivor_at_once(topology: str) -> None:
     domains, faults, limits = KILLS[topology]
     lost = [f.victim for f in faults]

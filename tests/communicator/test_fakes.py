@@ -174,6 +174,7 @@ def test_abort(fault: Fault) -> None:
         registries[1].abort_all(soon(), "end")
 
 
+@pytest.mark.long
 def test_counts_add_up_over_200_seeded_aborts() -> None:
     """Every hang becomes a named one in bounded time; not one is counted twice or not at all."""
     rates = {"abort": {Fault.HANG: 0.2, Fault.RAISE: 0.1, Fault.NOTHING: 0.1, Fault.SLOW: 0.1}}
