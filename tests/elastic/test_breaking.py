@@ -28,9 +28,9 @@ def _reports_before_it_pulls(_: on.State) -> None:
 
     pull = Installer._pull
 
-    def early(self: Installer, ticket: object, deadline: float) -> float:
+    def early(self: Installer, ticket: object, deadline: float, look: object) -> float:
         self._report("", 0.0, 0)
-        return pull(self, ticket, deadline)  # type: ignore[arg-type]
+        return pull(self, ticket, deadline, look)  # type: ignore[arg-type]
 
     Installer._pull = early  # type: ignore[method-assign, assignment]
 
