@@ -108,9 +108,10 @@ def test_descriptors_and_threads_stay_flat(rounds: int) -> None:
             del communicators
         seen.append((open_files(), threads()))
     until(lambda: registries[0].pending == (), "out")
-    early, late = seen[rounds // 2 - 10 : rounds // 2], seen[-10:]
-    assert max(late)[0] <= max(early)[0]
-    assert max(t for _, t in late) <= max(t for _, t in early) + 1  # a timer may still end
+    # Of what is ending just then some rounds see more; what leaks never goes.
+    early = seen[rounds // 2 - 10 : rounds // 2]
+    until(lambda: open_files() <= min(early)[0], "no more descriptors than half of the rounds before")
+    until(lambda: threads() <= min(t for _, t in early), "no more threads than then")
 
 
 def test_a_member_that_never_comes_is_named_at_the_deadline() -> None:
