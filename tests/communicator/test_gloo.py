@@ -109,7 +109,9 @@ def test_descriptors_and_threads_stay_flat(rounds: int) -> None:
         seen.append((open_files(), threads()))
     until(lambda: registries[0].pending == (), "out")
     # Of what is ending just then some rounds see more; what leaks never goes.
-    early = seen[rounds // 2 - 10 : rounds // 2]
+    early, late = seen[rounds // 2 - 10 : rounds // 2], seen[-10:]
+    assert min(late)[0] <= min(early)[0]
+    assert min(t for _, t in late) <= min(t for _, t in early)
     until(lambda: open_files() <= min(early)[0], "no more descriptors than half of the rounds before")
     until(lambda: threads() <= min(t for _, t in early), "no more threads than then")
 
