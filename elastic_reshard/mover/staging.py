@@ -42,7 +42,8 @@ class Staging:
     def _on_host(self, nbytes: int) -> HostArena:
         if self._arena is None or self._arena.nbytes < nbytes:
             self._growing()
-            self._arena, self._registered = HostArena(nbytes, "mover staging"), None
+            self._arena = self._registered = None
+            self._arena = HostArena(nbytes, "mover staging")
         if self.device is not None and self._registered is None:
             self._registered = self.device.host(self._arena.bytes)
         return self._arena

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_reshard.arena import HostArena
 from elastic_reshard.arena.pretend import PretendDevice
 from elastic_reshard.errors import PlanError
 from elastic_reshard.mover.staging import Staging
 
 
 @pytest.mark.parametrize("wire", ["host", "device"])
-def test_the_old_memory_goes_before_larger_one_is_taken(wire: str) -> None:
+def test_the_old_memory_goes_before_larger_one_is_taken(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(nbytes: int, label: str) -> HostArena:
+        assert staging._arena is None
+        return HostArena(nbytes, label)
+
+    monkeypatch.setattr("elastic_reshard.mover.staging.HostArena", made)
     device = PretendDevice(7)
     bound: list[object] = []
     staging = Staging(growing=bound.clear)
